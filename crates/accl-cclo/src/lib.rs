@@ -14,6 +14,7 @@
 pub mod bus;
 pub mod buses;
 pub mod call;
+mod cards;
 pub mod control;
 pub mod device;
 pub mod driver;

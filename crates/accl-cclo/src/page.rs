@@ -1,8 +1,11 @@
 //! Generator of `docs/device-tables.md`, which shows this crate's tables to readers.
 
+use std::net::Ipv4Addr;
+
 use accl_types::{Collective, Dtype, Rank, ReduceOp};
 
-use crate::device::{DeviceUrl, KEYS};
+use crate::device::{Design, FIRST_PORT, keys};
+use crate::driver::{Peer, Settings};
 use crate::hazards::HAZARDS;
 use crate::offload::{CollectiveRequest, Route, route};
 
@@ -13,7 +16,7 @@ const HEAD: &str = "# Devices: keys, routes, hazards\n\n\
 pub fn tables_page() -> String {
     let mut page = String::from(HEAD);
     page.push_str("## Keys of a device URL\n\n| key | accepted | meaning |\n|---|---|---|\n");
-    for key in &KEYS {
+    for key in keys() {
         page.push_str(&format!("| `{}` | {} | {} |\n", key.name, key.accepted, key.about));
     }
     page.push_str(
@@ -23,14 +26,14 @@ pub fn tables_page() -> String {
          sizes.\n\n| collective | design | device | host |\n|---|---|---|---|\n",
     );
     for &collective in Collective::ALL {
-        let designs = if collective == Collective::AllToAll { &["cyt_rdma", "udp"][..] } else { &["udp"][..] };
-        for design in designs {
+        let is_all_to_all = collective == Collective::AllToAll;
+        for design in if is_all_to_all { &[Design::CytRdma, Design::Udp][..] } else { &[Design::Udp][..] } {
             let words = match collective {
-                Collective::AllToAll if *design == "udp" => "udp, tcp",
+                Collective::AllToAll if *design == Design::Udp => "udp, tcp",
                 Collective::AllToAll => "cyt_rdma",
                 _ => "any",
             };
-            let (device, host) = routes(collective, design);
+            let (device, host) = routes(collective, *design);
             page.push_str(&format!("| {collective} | {words} | {device} | {host} |\n"));
         }
     }
@@ -51,10 +54,9 @@ pub fn tables_page() -> String {
 }
 
 /// Returns which cases of a collective the device runs and which the host runs, as two table cells.
-fn routes(collective: Collective, design: &str) -> (String, String) {
-    let text = format!("sim://?design={design}");
-    let settings = DeviceUrl::parse(&text).ok().flatten().and_then(|url| url.settings(0, 2).ok());
-    let Some(settings) = settings else { unreachable!("`{text}` is a device") };
+fn routes(collective: Collective, design: Design) -> (String, String) {
+    let peer = Peer { ip: Ipv4Addr::LOCALHOST, port: FIRST_PORT, session: 0 };
+    let settings = Settings::new(design.network(), 0, vec![peer; 2]);
     let to = |op, dtype| {
         route(
             &CollectiveRequest { collective, dtype, op, root: Rank(0), block_bytes: 0, equal_blocks: true },

@@ -1,6 +1,6 @@
 //! The way groups of this process reach their devices, and the functions with which users inspect a device.
 //!
-//! Owns the choice between a software engine in this process and a device on a bus, and the functions behind `accl
+//! Owns the buses to engines in this process, which the table of buses cannot open, and the functions behind `accl
 //! device` and `accl emulator`. The text of a device is parsed elsewhere. Read [`Opener`] first.
 
 use std::sync::Arc;
@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use accl_cclo::bus::Bus;
 use accl_cclo::buses;
-use accl_cclo::device::{DeviceUrl, KEYS, Location};
+use accl_cclo::device::{DeviceUrl, Open, keys};
 use accl_cclo::driver::{Picture, Settings, reset};
 use accl_cclo::offload::{CollectiveRequest, Route, route};
 use accl_cclo::packets::Packets;
@@ -23,6 +23,12 @@ use pyo3::types::PyDict;
 /// Maximum wait for a device's answer to a user's command.
 const PATIENCE: Duration = Duration::from_secs(5);
 
+/// Opens the engine of a rank in this process, from the settings of the rank and the transport of its packets.
+type OpenEngine = fn(&Settings, Arc<dyn Packets>) -> Box<dyn Bus>;
+
+/// Engines in this process, by scheme: one for each row of `BUSES` whose devices the layer above opens.
+const ENGINES: [(&str, OpenEngine); 1] = [("sim", open_sim)];
+
 /// Opens any device.
 pub(crate) struct Opener;
 
@@ -34,11 +40,15 @@ impl OpenBus for Opener {
         packets: Arc<dyn Packets>,
         _go_on: &mut dyn FnMut() -> bool,
     ) -> Result<Box<dyn Bus>> {
-        match url.location {
-            Location::Sim => Ok(Box::new(SimBus::new(settings.network, Faithful::default(), settings.rank, packets))),
-            Location::Emulator(_) | Location::Xrt { .. } | Location::Coyote { .. } => buses::open(url, settings.rank),
+        match ENGINES.iter().find(|(scheme, _)| *scheme == url.scheme()) {
+            Some((_, open)) => Ok(open(settings, packets)),
+            None => buses::open(url, settings.rank),
         }
     }
+}
+
+fn open_sim(settings: &Settings, packets: Arc<dyn Packets>) -> Box<dyn Bus> {
+    Box::new(SimBus::new(settings.network, Faithful::default(), settings.rank, packets))
 }
 
 fn refused(error: Error) -> PyErr {
@@ -58,7 +68,7 @@ fn device(text: &str) -> PyResult<DeviceUrl> {
 /// Returns the keys of a device's text: name, accepted values, and purpose.
 #[pyfunction]
 fn device_keys() -> Vec<(&'static str, &'static str, &'static str)> {
-    KEYS.iter().map(|key| (key.name, key.accepted, key.about)).collect()
+    keys().into_iter().map(|key| (key.name, key.accepted, key.about)).collect()
 }
 
 /// Returns the meaning of a device's text for `world` ranks: the part that ranks must agree on, the driver's settings,
@@ -99,13 +109,11 @@ fn device_facts<'py>(py: Python<'py>, text: &str, world: u32) -> PyResult<Bound<
     Ok(facts)
 }
 
-/// Opens the device of a rank for a user's command. Refuses `sim`, whose engines exist only in the ranks' processes.
+/// Opens the device of a rank for a user's command. Refuses devices that exist only in the ranks' processes.
 fn reach(text: &str, rank: u32, world: u32) -> PyResult<(Box<dyn Bus>, Settings)> {
     let url = device(text)?;
-    if matches!(url.location, Location::Sim) {
-        return Err(PyValueError::new_err(
-            "the engines of `sim` exist only in the processes of their ranks; use emulator://HOST:PORT or a card",
-        ));
+    if let Open::Above(why) = url.bus().open {
+        return Err(PyValueError::new_err(why));
     }
     let settings = url.settings(rank, world).map_err(refused)?;
     Ok((buses::open(&url, rank).map_err(failed)?, settings))

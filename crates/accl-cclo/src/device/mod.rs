@@ -1,13 +1,15 @@
 //! URL of a device, as data.
 //!
 //! Owns the values that `device=` accepts, the ranks file that it may name, and the driver settings that follow from both. Opens nothing but that
-//! file. Read [`DeviceUrl`] first.
+//! file. The rows of [`crate::buses::BUSES`] own everything that differs between kinds of devices. Read [`DeviceUrl`] first.
 
-mod ranks;
+mod parse;
+pub(crate) mod ranks;
 mod settings;
 #[cfg(test)]
 mod tests;
 mod url;
 
+pub use parse::keys;
 pub use ranks::FIRST_PORT;
-pub use url::{Address, Addresses, Design, DeviceUrl, KEYS, Key, Location, Wire};
+pub use url::{BusKind, Design, DeviceAddress, DeviceUrl, Key, Open, SHARED_KEYS, Sessions, Wire};

@@ -11,11 +11,11 @@ pub const FIRST_PORT: u16 = 5500;
 
 /// A file's entry for one rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct RankLine {
-    pub(super) ip: String,
-    pub(super) port: u16,
-    pub(super) session: Option<u32>,
-    pub(super) segment_bytes: Option<u32>,
+pub(crate) struct RankLine {
+    pub(crate) ip: String,
+    pub(crate) port: u16,
+    pub(crate) session: Option<u32>,
+    pub(crate) segment_bytes: Option<u32>,
 }
 
 /// Both forms of the file: addresses only, as ACCL's programs take them, or objects.
@@ -36,7 +36,7 @@ struct Object {
 }
 
 /// Reads all entries of a file.
-pub(super) fn read(path: &Path) -> Result<Vec<RankLine>> {
+pub(crate) fn read(path: &Path) -> Result<Vec<RankLine>> {
     let text = std::fs::read_to_string(path).map_err(|error| refused(path, &format!("cannot be read: {error}")))?;
     parse(&text).map_err(|why| refused(path, &why))
 }

@@ -1,4 +1,7 @@
-//! Driver settings that follow from a device URL, and the emulator address of each rank.
+//! Driver settings that follow from a device URL.
+//!
+//! Owns the sizes of buffers, and the rules for addresses and sessions in a ranks file. The row of each kind of bus owns its addresses without such a
+//! file, its defaults, and the keys that it refuses. Read [`DeviceUrl::settings`] first.
 
 use std::net::Ipv4Addr;
 use std::path::Path;
@@ -6,7 +9,7 @@ use std::path::Path;
 use accl_types::{Error, ErrorKind, Result, show_size};
 
 use super::ranks::{self, FIRST_PORT, RankLine};
-use super::url::{Address, Addresses, Design, DeviceUrl, Location, memory_name};
+use super::url::{Design, DeviceUrl, Sessions, memory_name};
 use crate::driver::{Peer, Settings, Tables};
 use crate::memory_map::NO_SESSION;
 
@@ -21,14 +24,9 @@ const MAX_SEGMENTS: u32 = 64;
 /// Rx buffers in addition to those that hold one whole message. In a collective of several pieces a rank may be one piece ahead. Its message then
 /// begins to arrive while the end of the previous piece is still in use.
 const MORE_RX_BUFFERS: u32 = 16;
-/// Number of ranks that a UDP design has sockets for.
-const MAX_UDP_RANKS: u32 = 16;
-/// First three octets of a card's address without a ranks file; the last octet is the rank plus one.
-const CARDS: [u8; 3] = [10, 10, 10];
 
 impl DeviceUrl {
-    /// Returns the driver settings for a rank. Queue pairs of cards behind Coyote are unknown until the ranks have exchanged them; their bus then
-    /// sets [`Peer::session`]. TCP sessions behind XRT come from the ranks file.
+    /// Returns the driver settings for a rank. Depending on [`Sessions`], the field [`Peer::session`] may be unknown until the bus sets it.
     ///
     /// # Errors
     /// The ranks file is invalid or names another number of ranks, firmware would refuse a size, or the tables do not fit into exchange memory.
@@ -43,15 +41,11 @@ impl DeviceUrl {
     /// # Errors
     /// The design needs sessions that neither this crate nor the ranks file provides.
     pub fn check_sessions(&self, settings: &Settings) -> Result<()> {
-        match (&self.location, self.design()) {
-            (Location::Xrt { .. }, Design::Tcp) => settings.check_sessions().map_err(|error| {
-                self.refused(&format!(
-                    "{}: torch-accl does not set up the network kernels of a tcp design (network_krnl, tcp_session_handler), which open \
-                     sessions; open the sessions first, and give each rank its own numbers by `ranks=FILE`, with a `session` for each rank",
-                    error.message
-                ))
-            }),
-            (Location::Sim | Location::Emulator(_) | Location::Xrt { .. } | Location::Coyote { .. }, _) => Ok(()),
+        match self.bus.sessions {
+            Sessions::RanksFile(explanation) if self.design() != Design::Udp => {
+                settings.check_sessions().map_err(|error| self.refused(&format!("{}: {explanation}", error.message)))
+            }
+            Sessions::RanksFile(_) | Sessions::Ranks | Sessions::Exchanged => Ok(()),
         }
     }
 
@@ -72,33 +66,6 @@ impl DeviceUrl {
         )
     }
 
-    /// Returns the address of a rank's emulator.
-    ///
-    /// # Errors
-    /// The device is no emulator, there is none for this rank, or the ranks file is invalid.
-    pub fn emulator_of(&self, rank: u32) -> Result<Address> {
-        let Location::Emulator(addresses) = &self.location else {
-            return Err(self.refused("it is not an emulator"));
-        };
-        let nth = |count: usize| {
-            usize::try_from(rank)
-                .ok()
-                .filter(|index| *index < count)
-                .ok_or_else(|| self.refused(&format!("it names {count} emulators, but none for rank {rank}")))
-        };
-        match addresses {
-            Addresses::One(Address { host, port }) => {
-                Ok(Address { host: host.clone(), port: self.port_of(*port, rank)? })
-            }
-            Addresses::Each(all) => Ok(all[nth(all.len())?].clone()),
-            Addresses::File(path) => {
-                let lines = ranks::read(path)?;
-                let RankLine { ip, port, .. } = &lines[nth(lines.len())?];
-                Ok(Address { host: ip.clone(), port: *port })
-            }
-        }
-    }
-
     /// Checks the values of the keys, without knowledge of the ranks.
     pub(super) fn check_alone(&self) -> Result<()> {
         let some_peer = Peer { ip: Ipv4Addr::LOCALHOST, port: FIRST_PORT, session: 0 };
@@ -106,10 +73,13 @@ impl DeviceUrl {
     }
 
     fn check(&self, settings: &Settings) -> Result<()> {
+        let refused = |text: String| Err(Error::new(ErrorKind::Configuration, text));
+        if let Err(why) = (self.bus.check)(self, settings.world()) {
+            return refused(why);
+        }
         settings.check()?;
         Tables::lay_out(settings)?;
         let (rx_bytes, eager) = (settings.rx_bytes, settings.max_eager_bytes);
-        let refused = |text: String| Err(Error::new(ErrorKind::Configuration, text));
         if eager.div_ceil(rx_bytes) > MAX_SEGMENTS {
             return refused(format!(
                 "an eager message of {} has more than {MAX_SEGMENTS} segments of {}; use a smaller `eager` or larger `rx_bytes`",
@@ -124,12 +94,6 @@ impl DeviceUrl {
                 settings.rx_buffers,
                 show_size(rx_bytes),
                 show_size(eager)
-            ));
-        }
-        let world = settings.world();
-        if matches!(self.location, Location::Xrt { .. }) && self.design() == Design::Udp && world > MAX_UDP_RANKS {
-            return refused(format!(
-                "over udp, cards reach at most {MAX_UDP_RANKS} ranks, not {world}; use a tcp design"
             ));
         }
         Ok(())
@@ -152,19 +116,13 @@ impl DeviceUrl {
             max_eager_bytes: eager,
             max_rendezvous_bytes: self.rendezvous.unwrap_or(eager.saturating_mul(2)),
             memory: self.memory(),
-            suits_any_network: matches!(self.location, Location::Emulator(_)) && self.design.is_none(),
+            suits_any_network: self.bus.suits_any_network && self.design.is_none(),
             ..Settings::new(self.design().network(), rank, peers)
         }
     }
 
     fn peers(&self, world: u32) -> Result<Vec<Peer>> {
-        let path = match &self.location {
-            Location::Emulator(Addresses::File(path)) => Some(path),
-            Location::Emulator(_) | Location::Sim | Location::Xrt { .. } | Location::Coyote { .. } => {
-                self.ranks.as_ref()
-            }
-        };
-        match path {
+        match self.ranks_file() {
             Some(path) => self.peers_of(path, world),
             None => (0..world).map(|rank| self.peer(rank, world)).collect(),
         }
@@ -184,9 +142,10 @@ impl DeviceUrl {
                 );
                 return Err(ranks::refused(path, &why));
             }
-            let ip = match self.location {
-                Location::Emulator(_) => line.ip.parse().unwrap_or(Ipv4Addr::LOCALHOST),
-                Location::Sim | Location::Xrt { .. } | Location::Coyote { .. } => line.address(path, rank as usize)?,
+            // Devices of a kind whose addresses are host names address one another by rank, and ignore this address.
+            let ip = match self.address.ranks_file {
+                Some(_) => line.ip.parse().unwrap_or(Ipv4Addr::LOCALHOST),
+                None => line.address(path, rank as usize)?,
             };
             let usual = self.session(rank);
             if let Some(session) = line.session.filter(|session| self.sessions_are_ranks() && *session != usual) {
@@ -199,48 +158,16 @@ impl DeviceUrl {
     }
 
     fn peer(&self, rank: u32, world: u32) -> Result<Peer> {
-        let session = self.session(rank);
-        let (ip, port) = match &self.location {
-            Location::Sim => (Ipv4Addr::LOCALHOST, self.port_of(FIRST_PORT, rank)?),
-            Location::Emulator(addresses) => {
-                if let Addresses::Each(all) = addresses
-                    && all.len() != world as usize
-                {
-                    return Err(self.refused(&format!("it names {} emulators, but there are {world} ranks", all.len())));
-                }
-                let Address { host, port } = self.emulator_of(rank)?;
-                // Emulators address one another by rank, and ignore this address.
-                (host.parse().unwrap_or(Ipv4Addr::LOCALHOST), port)
-            }
-            Location::Xrt { .. } | Location::Coyote { .. } => {
-                let last = u8::try_from(rank + 1).ok().filter(|last| *last < u8::MAX);
-                let [first, second, third] = CARDS;
-                let last = last.ok_or_else(|| {
-                    self.refused(&format!(
-                        "rank {rank} has no address in {first}.{second}.{third}.0/24; add `ranks=FILE`"
-                    ))
-                })?;
-                (Ipv4Addr::new(first, second, third, last), self.port_of(FIRST_PORT, rank)?)
-            }
-        };
-        Ok(Peer { ip, port, session })
+        let address = (self.bus.rank_address)(self, rank, world)?;
+        Ok(Peer { ip: *address.ip(), port: address.port(), session: self.session(rank) })
     }
 
     fn sessions_are_ranks(&self) -> bool {
-        matches!(self.location, Location::Sim | Location::Emulator(_))
+        self.bus.sessions == Sessions::Ranks
     }
 
     /// Returns the default session of a rank. A UDP socket index equals the rank. Sessions and queue pairs are unknown until they are opened.
     fn session(&self, rank: u32) -> u32 {
         if self.sessions_are_ranks() || self.design() == Design::Udp { rank } else { NO_SESSION }
-    }
-
-    fn port_of(&self, first: u16, rank: u32) -> Result<u16> {
-        let port = u16::try_from(rank).ok().and_then(|rank| first.checked_add(rank));
-        port.ok_or_else(|| self.refused(&format!("rank {rank} has no port below 65536: ports begin at {first}")))
-    }
-
-    fn refused(&self, why: &str) -> Error {
-        Error::new(ErrorKind::Configuration, format!("device `{self}`: {why}"))
     }
 }

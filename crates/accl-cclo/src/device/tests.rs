@@ -1,7 +1,8 @@
 use proptest::prelude::*;
 
-use super::{Addresses, Design, DeviceUrl, KEYS, Location, Wire};
+use super::{Design, DeviceUrl, Wire, keys};
 use crate::bus::Memory;
+use crate::buses::BUSES;
 use crate::memory_map::{DataType, NO_SESSION, Network};
 
 fn parsed(text: &str) -> DeviceUrl {
@@ -40,7 +41,7 @@ fn texts_are_read_and_shown_as_they_were() {
     for text in ["", "none", " "] {
         assert_eq!(DeviceUrl::parse(text), Ok(None));
     }
-    assert!(KEYS.iter().all(|key| key.about.ends_with('.') && !key.accepted.is_empty()));
+    assert!(keys().iter().all(|key| key.about.ends_with('.') && !key.accepted.is_empty()));
 }
 
 #[test]
@@ -51,8 +52,6 @@ fn what_was_left_out_is_what_suits_the_place() {
     assert_eq!((emulator.design(), emulator.memory()), (Design::Tcp, Memory::Device));
     assert_eq!(parsed("xrt://0?xclbin=a").design(), Design::Udp);
     assert_eq!(parsed("coyote://0").memory(), Memory::Host);
-    let xrt = parsed("xrt://0?xclbin=a&hostctrl=h");
-    assert_eq!((xrt.engine_kernel(), xrt.hostctrl_kernel()), ("ccl_offload:{ccl_offload_0}", "h"));
     let half = parsed("sim://?compression=fp16").wire();
     assert_eq!(
         [DataType::F32, DataType::F64, DataType::Bytes].map(|dtype| half.carries(dtype)),
@@ -204,28 +203,18 @@ fn missing_sessions_are_reported_before_anything_starts() {
     }
 }
 
-#[test]
-fn each_rank_has_an_emulator() {
-    let ranks = file("emulators", r#"{"ips": ["h0", "127.0.0.1"]}"#);
-    let at = |text: &str, rank| parsed(text).emulator_of(rank).map(|address| address.to_string());
-    assert_eq!(at("emulator://h:5500", 3), Ok("h:5503".to_owned()));
-    assert_eq!(at("emulator://h:5500,i:7", 1), Ok("i:7".to_owned()));
-    assert_eq!(at(&format!("emulator://@{ranks}"), 0), Ok("h0:5500".to_owned()));
-    assert_eq!(at(&format!("emulator://@{ranks}"), 1), Ok("127.0.0.1:5501".to_owned()));
-    let text = at("emulator://h:5500,i:7", 2).unwrap_err().message;
-    assert!(text.ends_with("it names 2 emulators, but none for rank 2"), "{text}");
-    assert!(at("emulator://h:65535", 1).unwrap_err().message.contains("rank 1 has no port below 65536"));
-    assert!(matches!(parsed("emulator://h:1").location, Location::Emulator(Addresses::One(_))));
-    let text = parsed("emulator://h:5500,i:7").settings(0, 3).unwrap_err().message;
-    assert!(text.ends_with("it names 2 emulators, but there are 3 ranks"), "{text}");
+/// Texts that resemble URLs of the kinds of bus, and other texts.
+fn texts() -> impl Strategy<Value = String> {
+    let schemes: Vec<&str> = BUSES.iter().map(|bus| bus.scheme).collect();
+    let keys = "((eager|rx_bytes|rx_buffers|design|xclbin|memory|x)=[a-z0-9KMiB_]{0,8}&?){0,4}";
+    let form = format!("({}|)(://)?[a-z0-9:,@.]{{0,12}}[?]?{keys}|.*", schemes.join("|"));
+    proptest::string::string_regex(&form).unwrap()
 }
 
 proptest! {
     /// Any text is either refused, or accepted and shown with the same meaning.
     #[test]
-    fn any_text_is_read_or_refused(
-        text in "(sim|emulator|xrt|coyote|)(://)?[a-z0-9:,@.]{0,12}[?]?((eager|rx_bytes|rx_buffers|design|xclbin|memory|x)=[a-z0-9KMiB_]{0,8}&?){0,4}|.*"
-    ) {
+    fn any_text_is_read_or_refused(text in texts()) {
         match DeviceUrl::parse(&text) {
             Ok(None) => prop_assert!(["", "none"].contains(&text.trim())),
             Ok(Some(url)) => {

@@ -1,22 +1,28 @@
-//! Parser of device URLs.
+//! A device URL as data, and the kinds of bus that a URL can name.
+//!
+//! Owns both types, because each refers to the other: a URL has a kind, and a kind has functions of a URL. Does not know any kind of bus: they are in
+//! [`crate::buses`], one file for each. The parser is in `parse.rs`, and the driver settings are in `settings.rs`. Read [`BusKind`] first.
 
 use std::fmt;
-use std::path::PathBuf;
+use std::net::SocketAddrV4;
+use std::path::{Path, PathBuf};
 
-use accl_types::{Error, ErrorKind, Result, nearest, parse_size, show_size};
+use accl_types::{Error, ErrorKind, Result, show_size};
 
-use crate::bus::Memory;
+use crate::bus::{Bus, Memory};
 use crate::memory_map::{DataType, Network};
 
 /// A device, as `device=` names it. [`DeviceUrl::parse`] and [`fmt::Display`] are inverse to each other. Omitted keys are stored as `None`; accessors
 /// such as [`DeviceUrl::design`] return their defaults.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DeviceUrl {
-    /// Kind and location of the device.
-    pub location: Location,
+    pub(super) bus: &'static BusKind,
+    pub(super) address: DeviceAddress,
+    /// Names and values of the given keys that only this bus accepts, in the order of [`BusKind::keys`].
+    pub(super) own: Vec<(&'static str, String)>,
     /// Network design of the device, if given; see [`DeviceUrl::design`].
     pub(super) design: Option<Design>,
-    /// Path of a file with the addresses of all ranks.
+    /// Path of a file with the addresses of all ranks; see [`DeviceUrl::ranks_file`].
     pub(super) ranks: Option<PathBuf>,
     pub(super) rx_buffers: Option<u32>,
     pub(super) rx_bytes: Option<u32>,
@@ -24,49 +30,69 @@ pub struct DeviceUrl {
     pub(super) rendezvous: Option<u32>,
     pub(super) memory: Option<Memory>,
     pub(super) compression: Option<Wire>,
-    pub(super) engine: Option<String>,
-    pub(super) hostctrl: Option<String>,
 }
 
-/// Kind and location of a device.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Location {
-    /// A software engine in the process of its rank.
-    Sim,
-    /// Software engines behind the sockets of the emulator's protocol.
-    Emulator(Addresses),
-    /// A card behind XRT, by its index, with the bitstream that is loaded on it.
-    Xrt {
-        /// Index of the card.
-        index: u32,
-        /// Path of the bitstream.
-        xclbin: PathBuf,
-    },
-    /// A card behind Coyote, by the number of its region.
-    Coyote {
-        /// Number of the region.
-        index: u32,
-    },
+/// Kind of bus: a row of [`crate::buses::BUSES`]. Its functions may be called from any thread. They open nothing, except for `open` and files that a
+/// URL names.
+pub struct BusKind {
+    /// Scheme of its URLs, which precedes `://`. Also the name of its file in `src/buses`, and of the device in messages.
+    pub scheme: &'static str,
+    /// A second name for the URL that consists of the scheme only.
+    pub alias: Option<&'static str>,
+    /// Forms of its URLs, as messages show them. Up to its question mark, the first form names the kind in messages about keys.
+    pub forms: &'static [&'static str],
+    /// A URL that is parsed, and is shown in the same form. Tests use it.
+    pub example: &'static str,
+    /// Keys that only this kind accepts, in addition to [`SHARED_KEYS`]. Their values are texts of at least one byte; see [`DeviceUrl::own_key`].
+    pub keys: &'static [Key],
+    /// Parses the address part of a URL, which is empty if the URL has none. An error is a clause that says what is expected.
+    pub parse: fn(&str) -> std::result::Result<DeviceAddress, String>,
+    /// Network design of a device whose URL has no key `design`.
+    pub design: Design,
+    /// Whether a URL without the key `design` accepts a device of any design. `design` must then be a design whose messages every design supports.
+    pub suits_any_network: bool,
+    /// Memory of a device whose URL has no key `memory`.
+    pub memory: Memory,
+    /// Source of the sessions between the devices of the ranks.
+    pub sessions: Sessions,
+    /// Returns the address at which other ranks' devices reach the device of a rank. Is not called if a ranks file has the addresses. Its arguments
+    /// are the URL, the rank, and the number of ranks.
+    pub rank_address: fn(&DeviceUrl, u32, u32) -> Result<SocketAddrV4>,
+    /// Refuses a URL whose keys do not suit this kind, with a clause as error. Its arguments are the URL and the number of ranks, which is 1 as long
+    /// as the number is unknown.
+    pub check: fn(&DeviceUrl, u32) -> std::result::Result<(), String>,
+    /// Way in which a device is opened.
+    pub open: Open,
 }
 
-/// Addresses of the emulators of all ranks.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Addresses {
-    /// One host for all ranks. The rank is added to the port.
-    One(Address),
-    /// One address per rank.
-    Each(Vec<Address>),
-    /// Addresses from a ranks file.
-    File(PathBuf),
+/// Way in which a device is opened.
+#[derive(Clone, Copy, Debug)]
+pub enum Open {
+    /// This function opens the device of a rank. Its arguments are the URL and the rank.
+    Here(fn(&DeviceUrl, u32) -> Result<Box<dyn Bus>>),
+    /// The layer above this crate opens the device, which exists only in the process of its rank. The text is the error for other processes.
+    Above(&'static str),
 }
 
-/// Address of an emulator.
+/// Source of the sessions with which devices address one another.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Sessions {
+    /// The session of a rank is always the rank. A ranks file may not give another one.
+    Ranks,
+    /// The bus sets the sessions in [`Bus::receive_info`], once the ranks have exchanged their texts.
+    Exchanged,
+    /// The ranks file gives the sessions. The default for UDP is the rank, because a UDP session is the index of a socket. The text is the
+    /// explanation in the error about a missing session.
+    RanksFile(&'static str),
+}
+
+/// Parsed address part of a URL.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Address {
-    /// Host name or IP address; an IPv6 address is in brackets.
-    pub host: String,
-    /// Port.
-    pub port: u16,
+pub struct DeviceAddress {
+    /// The address as URLs show it. Two URLs of one kind with the same text name the same device, so equal addresses must have equal texts.
+    pub text: String,
+    /// Path of the ranks file, if the address names one. The bus looks the names of hosts in this file up, so they need not be IPv4 addresses.
+    pub ranks_file: Option<PathBuf>,
 }
 
 /// Network design that engines were built for.
@@ -98,83 +124,50 @@ pub struct Key {
     pub accepted: &'static str,
     /// Purpose of the key, in a sentence.
     pub about: &'static str,
+    /// Error for a URL without the key, as a clause; `None` if the key is optional.
+    pub missing: Option<&'static str>,
 }
 
-const fn key(name: &'static str, accepted: &'static str, about: &'static str) -> Key {
-    Key { name, accepted, about }
+impl Key {
+    /// Returns a key that a URL may omit.
+    pub const fn optional(name: &'static str, accepted: &'static str, about: &'static str) -> Self {
+        Self { name, accepted, about, missing: None }
+    }
 }
 
 const SIZE: &str = "a size below 4 GiB, as bytes or with KiB, MiB, GiB";
 
-const KERNEL: &str = "the name of a kernel, as KERNEL:{INSTANCE}";
-/// Names of the kernels of a design with one engine, as in ACCL's own bitstreams.
-const ENGINE_KERNEL: &str = "ccl_offload:{ccl_offload_0}";
-const HOSTCTRL_KERNEL: &str = "hostctrl:{hostctrl_0_0}";
-
-/// All keys.
-pub const KEYS: [Key; 11] = [
-    key(
-        "xclbin",
+/// Keys of all kinds of bus.
+pub const SHARED_KEYS: [Key; 8] = [
+    Key::optional("design", "udp, tcp, cyt_rdma", "Network for which the devices were built."),
+    Key::optional(
+        "ranks",
         "the path of a file",
-        "Bitstream of a card behind XRT: required for these cards, refused for other devices.",
+        "File with the addresses of all ranks. Emulators name it after `@` instead.",
     ),
-    key("design", "udp, tcp, cyt_rdma", "Network for which the devices were built."),
-    key("ranks", "the path of a file", "File with the addresses of all ranks. Emulators name it after `@` instead."),
-    key(
+    Key::optional(
         "rx_buffers",
         "a number from 1 to about 280, fewer with more ranks",
         "Number of rx buffers, which hold eager messages.",
     ),
-    key("rx_bytes", SIZE, "Size of each rx buffer, a multiple of 64."),
-    key("eager", SIZE, "Largest message that is sent before its receiver has requested it."),
-    key("rendezvous", SIZE, "Size of each buffer for sums of larger messages."),
-    key("memory", "host, device", "Memory that holds the buffers of calls."),
-    key(
+    Key::optional("rx_bytes", SIZE, "Size of each rx buffer, a multiple of 64."),
+    Key::optional("eager", SIZE, "Largest message that is sent before its receiver has requested it."),
+    Key::optional("rendezvous", SIZE, "Size of each buffer for sums of larger messages."),
+    Key::optional("memory", "host, device", "Memory that holds the buffers of calls."),
+    Key::optional(
         "compression",
         "none, fp16",
         "Type in which float32 is added and sent in sums. Data that is only moved stays unchanged.",
     ),
-    key("engine", KERNEL, "Kernel of the engine in a bitstream for XRT."),
-    key("hostctrl", KERNEL, "Kernel that starts the engine's calls in a bitstream for XRT."),
 ];
 
-/// Accepted schemes, which precede `://`.
-const SCHEMES: [&str; 4] = ["sim", "emulator", "xrt", "coyote"];
-const EXPECTED: &str = "expected one of none, 1, sim, sim://?KEY=VALUE, emulator://HOST:PORT, emulator://HOST:PORT,HOST:PORT, \
-                        emulator://@FILE, xrt://INDEX?xclbin=FILE, coyote://INDEX";
-
-const DESIGNS: [Design; 3] = [Design::Udp, Design::Tcp, Design::CytRdma];
-const MEMORIES: [Memory; 2] = [Memory::Host, Memory::Device];
-const WIRES: [Wire; 2] = [Wire::Full, Wire::Half];
-
 impl DeviceUrl {
-    /// Parses a URL: `sim` or its synonym `1`, `sim://?design=udp`, `emulator://h0:5500,h1:5500`, `emulator://@ranks.json`,
-    /// `xrt://0?xclbin=a.xclbin&design=udp`, `coyote://0`. Returns `None` if the text is empty or `none`, which means no device.
-    ///
-    /// # Errors
-    /// The text is malformed, or firmware would refuse the values for any set of ranks. The message says what is expected.
-    pub fn parse(text: &str) -> Result<Option<Self>> {
-        let url = match text.trim() {
-            "" | "none" => return Ok(None),
-            "1" => Self::at(Location::Sim),
-            text => Self::read(text).map_err(|why| refused(text, &why))?,
-        };
-        url.check_alone().map_err(|error| refused(text, &error.message))?;
-        Ok(Some(url))
-    }
-
-    /// Returns whether two URLs name the same device, even if they set it up differently.
-    pub fn is_same_device(&self, other: &Self) -> bool {
-        match (&self.location, &other.location) {
-            (Location::Xrt { index: mine, .. }, Location::Xrt { index: theirs, .. }) => mine == theirs,
-            (mine, theirs) => mine == theirs,
-        }
-    }
-
-    /// Returns a device without any key.
-    fn at(location: Location) -> Self {
+    /// Returns a device without any shared key.
+    pub(super) fn at(bus: &'static BusKind, address: DeviceAddress, own: Vec<(&'static str, String)>) -> Self {
         Self {
-            location,
+            bus,
+            address,
+            own,
             design: None,
             ranks: None,
             rx_buffers: None,
@@ -183,144 +176,78 @@ impl DeviceUrl {
             rendezvous: None,
             memory: None,
             compression: None,
-            engine: None,
-            hostctrl: None,
         }
     }
 
-    fn read(text: &str) -> std::result::Result<Self, String> {
-        let (scheme, rest) = text.split_once("://").unwrap_or((text, ""));
-        let (location, keys) = rest.split_once('?').unwrap_or((rest, ""));
-        let mut pairs = Vec::new();
-        for pair in keys.split('&').filter(|pair| !pair.is_empty()) {
-            let (key, value) = pair.split_once('=').ok_or_else(|| format!("`{pair}` has no `=`"))?;
-            if pairs.iter().any(|(known, _)| *known == key) {
-                return Err(format!("`{key}` is given twice"));
-            }
-            pairs.push((key, value));
-        }
-        let mut url = Self::at(match scheme {
-            "sim" if location.is_empty() => Location::Sim,
-            "sim" => return Err(format!("`sim` runs in the process of its rank and has no address; got `{location}`")),
-            "emulator" => Location::Emulator(Addresses::parse(location)?),
-            "xrt" => {
-                let at = pairs.iter().position(|(key, value)| *key == "xclbin" && !value.is_empty());
-                let at = at.ok_or("a card behind XRT needs its bitstream; add `xclbin=FILE`")?;
-                Location::Xrt { index: index(location)?, xclbin: pairs.swap_remove(at).1.into() }
-            }
-            "coyote" => Location::Coyote { index: index(location)? },
-            other => {
-                let near = nearest(other, SCHEMES).unwrap_or_default();
-                return Err(format!("unknown scheme `{other}`; did you mean {near}? {EXPECTED}"));
-            }
-        });
-        for (key, value) in pairs {
-            url.set(key, value)?;
-        }
-        url.agrees_with_location()?;
-        Ok(url)
-    }
-
-    fn set(&mut self, name: &str, value: &str) -> std::result::Result<(), String> {
-        let key = KEYS.iter().find(|key| key.name == name).ok_or_else(|| {
-            let near = nearest(name, KEYS.map(|key| key.name)).unwrap_or_default();
-            let all = KEYS.map(|key| key.name).join(", ");
-            format!("unknown key `{name}`; did you mean {near}? expected one of {all}")
-        })?;
-        let unknown = || format!("`{name}` cannot be `{value}`; expected {}", key.accepted);
-        let bytes = || parse_size(value).and_then(|bytes| u32::try_from(bytes).ok()).map(Some).ok_or_else(unknown);
-        match name {
-            "design" => self.design = Some(find(&DESIGNS, Design::name, value).ok_or_else(unknown)?),
-            "ranks" if value.is_empty() => return Err(unknown()),
-            "ranks" => self.ranks = Some(value.into()),
-            "rx_buffers" => self.rx_buffers = Some(value.parse().map_err(|_| unknown())?),
-            "rx_bytes" => self.rx_bytes = bytes()?,
-            "eager" => self.eager = bytes()?,
-            "rendezvous" => self.rendezvous = bytes()?,
-            "memory" => self.memory = Some(find(&MEMORIES, memory_name, value).ok_or_else(unknown)?),
-            "compression" => self.compression = Some(find(&WIRES, Wire::name, value).ok_or_else(unknown)?),
-            "engine" | "hostctrl" if value.is_empty() => return Err(unknown()),
-            "engine" if matches!(self.location, Location::Xrt { .. }) => self.engine = Some(value.to_owned()),
-            "hostctrl" if matches!(self.location, Location::Xrt { .. }) => self.hostctrl = Some(value.to_owned()),
-            other => return Err(format!("`{other}` is a key of xrt://INDEX only, not of {}", self.scheme())),
-        }
-        Ok(())
-    }
-
-    /// Checks that devices of this design exist at such a location.
-    fn agrees_with_location(&self) -> std::result::Result<(), String> {
-        match (&self.location, self.design()) {
-            (Location::Emulator(_), _) if self.ranks.is_some() => {
-                Err("emulators have no key `ranks`; name the file after an at sign: emulator://@FILE".to_owned())
-            }
-            (Location::Xrt { .. }, Design::CytRdma) => Err("cards behind XRT are built for udp or tcp".to_owned()),
-            (Location::Coyote { .. }, Design::Udp | Design::Tcp) => {
-                Err("cards behind Coyote support cyt_rdma only".to_owned())
-            }
-            (Location::Coyote { .. }, Design::CytRdma) if self.memory == Some(Memory::Device) => Err(
-                "buffers of cards behind Coyote lie in host memory; moving them to the card (offload) is not supported"
-                    .to_owned(),
-            ),
-            (Location::Sim | Location::Emulator(_) | Location::Xrt { .. } | Location::Coyote { .. }, _) => Ok(()),
-        }
+    /// Returns the kind of bus that reaches the device.
+    pub fn bus(&self) -> &'static BusKind {
+        self.bus
     }
 
     /// Returns the scheme, which precedes `://`.
     pub fn scheme(&self) -> &'static str {
-        match self.location {
-            Location::Sim => "sim",
-            Location::Emulator(_) => "emulator",
-            Location::Xrt { .. } => "xrt",
-            Location::Coyote { .. } => "coyote",
-        }
+        self.bus.scheme
     }
 
-    /// Returns the network design of the devices. The default for an emulator is TCP: every message over TCP is eager, which the other designs
-    /// support as well.
+    /// Returns the address part, which [`BusKind::parse`] has accepted.
+    pub fn address(&self) -> &str {
+        &self.address.text
+    }
+
+    /// Returns the value of a key that only this kind of bus accepts, or `None` if it was not given.
+    pub fn own_key(&self, name: &str) -> Option<&str> {
+        self.own.iter().find(|(own, _)| *own == name).map(|(_, value)| &**value)
+    }
+
+    /// Returns whether two URLs name the same device, even if they set it up differently.
+    pub fn is_same_device(&self, other: &Self) -> bool {
+        self.bus == other.bus && self.address == other.address
+    }
+
+    /// Returns the path of the file with the addresses of all ranks, if the address part or the key `ranks` names one.
+    pub fn ranks_file(&self) -> Option<&Path> {
+        self.address.ranks_file.as_deref().or(self.ranks.as_deref())
+    }
+
+    /// Returns whether the URL has the key `ranks`.
+    pub fn has_ranks_key(&self) -> bool {
+        self.ranks.is_some()
+    }
+
+    /// Returns the network design of the devices.
     pub fn design(&self) -> Design {
-        self.design.unwrap_or(match self.location {
-            Location::Sim | Location::Coyote { .. } => Design::CytRdma,
-            Location::Emulator(_) => Design::Tcp,
-            Location::Xrt { .. } => Design::Udp,
-        })
+        self.design.unwrap_or(self.bus.design)
     }
 
-    /// Returns the memory that holds the buffers of calls. Only some boards behind XRT have host memory. Cards behind Coyote use host memory until
-    /// buffers are moved.
+    /// Returns the memory that holds the buffers of calls.
     pub fn memory(&self) -> Memory {
-        self.memory.unwrap_or(match self.location {
-            Location::Sim | Location::Coyote { .. } => Memory::Host,
-            Location::Emulator(_) | Location::Xrt { .. } => Memory::Device,
-        })
-    }
-
-    /// Returns the name of the engine's kernel, behind XRT.
-    pub fn engine_kernel(&self) -> &str {
-        self.engine.as_deref().unwrap_or(ENGINE_KERNEL)
-    }
-
-    /// Returns the name of the kernel that starts the engine's calls, behind XRT.
-    pub fn hostctrl_kernel(&self) -> &str {
-        self.hostctrl.as_deref().unwrap_or(HOSTCTRL_KERNEL)
+        self.memory.unwrap_or(self.bus.memory)
     }
 
     /// Returns the representation of float32 between devices.
     pub fn wire(&self) -> Wire {
         self.compression.unwrap_or(Wire::Full)
     }
+
+    /// Returns the port of a rank, if the port of rank 0 is `first` and each further rank has the next port.
+    ///
+    /// # Errors
+    /// `Configuration` if the port would exceed 65535.
+    pub fn port_of(&self, first: u16, rank: u32) -> Result<u16> {
+        let port = u16::try_from(rank).ok().and_then(|rank| first.checked_add(rank));
+        port.ok_or_else(|| self.refused(&format!("rank {rank} has no port below 65536: ports begin at {first}")))
+    }
+
+    /// Returns the error for a URL that cannot be used; `why` is a clause.
+    pub fn refused(&self, why: &str) -> Error {
+        Error::new(ErrorKind::Configuration, format!("device `{self}`: {why}"))
+    }
 }
 
-/// Writes the URL with each given key, in the order of [`KEYS`].
+/// Writes the URL with each given key: the required keys of its bus, the shared keys, and the optional keys of its bus.
 impl fmt::Display for DeviceUrl {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (location, xclbin) = match &self.location {
-            Location::Sim => (String::new(), None),
-            Location::Emulator(addresses) => (addresses.to_string(), None),
-            Location::Xrt { index, xclbin } => (index.to_string(), Some(xclbin.display().to_string())),
-            Location::Coyote { index } => (index.to_string(), None),
-        };
-        let said = [
-            ("xclbin", xclbin),
+        let shared = [
             ("design", self.design.map(|design| design.name().to_owned())),
             ("ranks", self.ranks.as_ref().map(|path| path.display().to_string())),
             ("rx_buffers", self.rx_buffers.map(|count| count.to_string())),
@@ -329,55 +256,48 @@ impl fmt::Display for DeviceUrl {
             ("rendezvous", self.rendezvous.map(show_size)),
             ("memory", self.memory.map(|memory| memory_name(memory).to_owned())),
             ("compression", self.compression.map(|wire| wire.name().to_owned())),
-            ("engine", self.engine.clone()),
-            ("hostctrl", self.hostctrl.clone()),
         ];
-        let said: Vec<String> =
-            said.into_iter().filter_map(|(key, value)| value.map(|value| format!("{key}={value}"))).collect();
+        let own = |is_required: bool| {
+            let keys = self.bus.keys.iter().filter(move |key| key.missing.is_some() == is_required);
+            keys.filter_map(|key| self.own_key(key.name).map(|value| format!("{}={value}", key.name)))
+        };
+        let shared = shared.into_iter().filter_map(|(key, value)| value.map(|value| format!("{key}={value}")));
+        let given: Vec<String> = own(true).chain(shared).chain(own(false)).collect();
         f.write_str(self.scheme())?;
-        if !location.is_empty() || !said.is_empty() {
-            write!(f, "://{location}")?;
+        if !self.address().is_empty() || !given.is_empty() {
+            write!(f, "://{}", self.address())?;
         }
-        if said.is_empty() { Ok(()) } else { write!(f, "?{}", said.join("&")) }
+        if given.is_empty() { Ok(()) } else { write!(f, "?{}", given.join("&")) }
     }
 }
 
-impl Addresses {
-    fn parse(text: &str) -> std::result::Result<Self, String> {
-        if let Some(path) = text.strip_prefix('@') {
-            let path = Some(path).filter(|path| !path.is_empty()).ok_or("expected a ranks file after the `@`")?;
-            return Ok(Self::File(path.into()));
-        }
-        let all = text.split(',').map(Address::parse).collect::<std::result::Result<Vec<Address>, String>>()?;
-        Ok(match <[Address; 1]>::try_from(all) {
-            Ok([one]) => Self::One(one),
-            Err(each) => Self::Each(each),
-        })
+impl BusKind {
+    /// Returns the form of the URLs without keys, as messages about keys show it.
+    pub(super) fn short_form(&self) -> &'static str {
+        let form = self.forms.first().copied().unwrap_or(self.scheme);
+        form.split_once('?').map_or(form, |(form, _)| form)
     }
 }
 
-impl fmt::Display for Addresses {
+/// Kinds of bus are equal if their schemes are, which differ between rows.
+impl PartialEq for BusKind {
+    fn eq(&self, other: &Self) -> bool {
+        self.scheme == other.scheme
+    }
+}
+
+impl Eq for BusKind {}
+
+impl fmt::Debug for BusKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::One(address) => write!(f, "{address}"),
-            Self::Each(all) => f.write_str(&all.iter().map(Address::to_string).collect::<Vec<_>>().join(",")),
-            Self::File(path) => write!(f, "@{}", path.display()),
-        }
+        f.debug_tuple("BusKind").field(&self.scheme).finish()
     }
 }
 
-impl Address {
-    fn parse(text: &str) -> std::result::Result<Self, String> {
-        let parts = text.trim().rsplit_once(':').filter(|(host, _)| !host.is_empty());
-        let parts = parts.and_then(|(host, port)| Some((host, port.parse().ok().filter(|port| *port > 0)?)));
-        let (host, port) = parts.ok_or_else(|| format!("expected HOST:PORT of an emulator, got `{text}`"))?;
-        Ok(Self { host: host.to_owned(), port })
-    }
-}
-
-impl fmt::Display for Address {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}:{}", self.host, self.port)
+/// Address that names no ranks file.
+impl From<String> for DeviceAddress {
+    fn from(text: String) -> Self {
+        Self { text, ranks_file: None }
     }
 }
 
@@ -427,16 +347,4 @@ impl Wire {
 
 pub(super) fn memory_name(memory: Memory) -> &'static str {
     if memory.is_host() { "host" } else { "device" }
-}
-
-fn find<T: Copy>(all: &[T], name: impl Fn(T) -> &'static str, text: &str) -> Option<T> {
-    all.iter().copied().find(|one| name(*one) == text)
-}
-
-fn index(text: &str) -> std::result::Result<u32, String> {
-    text.parse().map_err(|_| format!("expected the index of a card, got `{text}`"))
-}
-
-fn refused(text: &str, why: &str) -> Error {
-    Error::new(ErrorKind::Configuration, format!("device `{text}`: {why}"))
 }

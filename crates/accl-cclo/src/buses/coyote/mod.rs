@@ -22,6 +22,8 @@ use accl_types::{Error, ErrorKind, Result};
 
 use crate::bus::{Bus, Memory};
 use crate::call::Descriptor;
+use crate::cards;
+use crate::device::{BusKind, Design, DeviceUrl, Open, Sessions};
 use crate::driver::{Settings, claim};
 use crate::memory_map::EXCHANGE_MEMORY_BYTES;
 use calls::{Calls, DriverRequest, MAX_WORDS, PAGE_BYTES};
@@ -43,6 +45,33 @@ const HOLDER: &str =
     "another driver on this host, or by an earlier group of this process whose last call did not complete";
 /// Memory key of a queue pair; Coyote v1 ignores it.
 const KEY: u16 = 0;
+
+pub(super) const ROW: BusKind = BusKind {
+    scheme: "coyote",
+    alias: None,
+    forms: &["coyote://INDEX"],
+    example: "coyote://0",
+    keys: &[],
+    parse: cards::parse_index,
+    design: Design::CytRdma,
+    suits_any_network: false,
+    memory: Memory::Host,
+    sessions: Sessions::Exchanged,
+    rank_address: cards::rank_address,
+    check,
+    open: Open::Here(|url, _| Ok(Box::new(CoyoteBus::open(cards::index_of(url)?)?))),
+};
+
+fn check(url: &DeviceUrl, _world: u32) -> std::result::Result<(), String> {
+    match url.design() {
+        Design::Udp | Design::Tcp => Err("cards behind Coyote support cyt_rdma only".to_owned()),
+        Design::CytRdma if url.memory() == Memory::Device => {
+            Err("buffers of cards behind Coyote lie in host memory; moving them to the card (offload) is not supported"
+                .to_owned())
+        }
+        Design::CytRdma => Ok(()),
+    }
+}
 
 /// Connection to a region of a card.
 pub struct CoyoteBus {

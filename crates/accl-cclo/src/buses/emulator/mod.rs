@@ -4,6 +4,7 @@
 //! the original lacks. The original describes neither itself nor its user. Therefore a second driver is detected on this project's emulator only. A
 //! failed request leaves the socket in an undefined state, so the bus is dead afterwards.
 
+mod address;
 mod zmtp;
 
 use std::fmt;
@@ -17,8 +18,9 @@ use accl_types::{Error, ErrorKind, Result};
 use crate::bus::{Bus, Memory};
 use crate::call::Descriptor;
 use crate::control::{About, Reply, Request, Status, difference};
-use crate::device::Address;
+use crate::device::{BusKind, Design, Open, Sessions};
 use crate::driver::Settings;
+use address::{Address, emulator_of};
 use zmtp::{Failure, Requester};
 
 /// Maximum number of call ends that a disconnected host may have left.
@@ -41,6 +43,28 @@ const MEMORY_BYTES: u64 = 1 << 31;
 const CONTROL: u32 = 0;
 /// Text sent for an emulator without a self-description.
 const SAYS_NOTHING: &str = "says nothing";
+
+pub(super) const ROW: BusKind = BusKind {
+    scheme: "emulator",
+    alias: None,
+    forms: &["emulator://HOST:PORT", "emulator://HOST:PORT,HOST:PORT", "emulator://@FILE"],
+    example: "emulator://localhost:5500",
+    keys: &[],
+    parse: address::parse,
+    // Every message over TCP is eager, which the other designs support as well.
+    design: Design::Tcp,
+    suits_any_network: true,
+    memory: Memory::Device,
+    sessions: Sessions::Ranks,
+    rank_address: address::rank_address,
+    check: |url, _| {
+        if url.has_ranks_key() {
+            return Err("emulators have no key `ranks`; name the file after an at sign: emulator://@FILE".to_owned());
+        }
+        Ok(())
+    },
+    open: Open::Here(|url, rank| Ok(Box::new(EmulatorBus::open(&emulator_of(url, rank)?)?))),
+};
 
 /// Connection to an emulator.
 pub struct EmulatorBus {

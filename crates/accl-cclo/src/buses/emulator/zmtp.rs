@@ -11,7 +11,7 @@ use std::net::{Shutdown, SocketAddr, TcpStream, ToSocketAddrs};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
-use crate::device::Address;
+use super::address::Address;
 use crate::zmtp::{self, COMMAND, ERROR, GREETING_BYTES, LONG, MORE, MOST_COMMAND_BYTES, READY, greeting, push_frame};
 
 /// Maximum total bytes of a message. The largest answer that is requested at once, a chunk of memory, has less than one MiB.

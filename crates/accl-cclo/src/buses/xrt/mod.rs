@@ -19,6 +19,8 @@ use accl_types::{Error, ErrorKind, Result};
 
 use crate::bus::{Bus, Memory};
 use crate::call::Descriptor;
+use crate::cards;
+use crate::device::{BusKind, Design, DeviceUrl, Key, Open, Sessions};
 use crate::memory_map::EXCHANGE_MEMORY_BYTES;
 use library::{Card, Failure, Names};
 
@@ -37,6 +39,63 @@ const HEAD_WORDS: usize = 9;
 /// States of a run, in XRT's numbering.
 const COMPLETED: u32 = 4;
 const UNDER_WAY: [u32; 4] = [1, 2, 3, 7];
+
+/// Keys of the URL that no other bus has.
+const XCLBIN: Key = Key {
+    name: "xclbin",
+    accepted: "the path of a file",
+    about: "Bitstream of a card behind XRT: required for these cards, refused for other devices.",
+    missing: Some("a card behind XRT needs its bitstream; add `xclbin=FILE`"),
+};
+const ENGINE: Key = Key::optional("engine", KERNEL, "Kernel of the engine in a bitstream for XRT.");
+const HOSTCTRL: Key =
+    Key::optional("hostctrl", KERNEL, "Kernel that starts the engine's calls in a bitstream for XRT.");
+const KERNEL: &str = "the name of a kernel, as KERNEL:{INSTANCE}";
+/// Names of the kernels of a design with one engine, as in ACCL's own bitstreams.
+const ENGINE_KERNEL: &str = "ccl_offload:{ccl_offload_0}";
+const HOSTCTRL_KERNEL: &str = "hostctrl:{hostctrl_0_0}";
+/// Number of ranks that a UDP design has sockets for.
+const MAX_UDP_RANKS: u32 = 16;
+
+pub(super) const ROW: BusKind = BusKind {
+    scheme: "xrt",
+    alias: None,
+    forms: &["xrt://INDEX?xclbin=FILE"],
+    example: "xrt://0?xclbin=a.xclbin",
+    keys: &[XCLBIN, ENGINE, HOSTCTRL],
+    parse: cards::parse_index,
+    design: Design::Udp,
+    suits_any_network: false,
+    // Only some boards have host memory.
+    memory: Memory::Device,
+    sessions: Sessions::RanksFile(
+        "torch-accl does not set up the network kernels of a tcp design (network_krnl, tcp_session_handler), which open sessions; open the \
+         sessions first, and give each rank its own numbers by `ranks=FILE`, with a `session` for each rank",
+    ),
+    rank_address: cards::rank_address,
+    check,
+    open: Open::Here(|url, _| Ok(Box::new(XrtBus::open(place_of(url)?)?))),
+};
+
+fn check(url: &DeviceUrl, world: u32) -> std::result::Result<(), String> {
+    match url.design() {
+        Design::CytRdma => Err("cards behind XRT are built for udp or tcp".to_owned()),
+        Design::Udp if world > MAX_UDP_RANKS => {
+            Err(format!("over udp, cards reach at most {MAX_UDP_RANKS} ranks, not {world}; use a tcp design"))
+        }
+        Design::Udp | Design::Tcp => Ok(()),
+    }
+}
+
+/// Returns the card and the kernels that a URL names.
+fn place_of(url: &DeviceUrl) -> Result<XrtPlace<'_>> {
+    Ok(XrtPlace {
+        index: cards::index_of(url)?,
+        xclbin: Path::new(url.own_key(XCLBIN.name).unwrap_or_default()),
+        engine: url.own_key(ENGINE.name).unwrap_or(ENGINE_KERNEL),
+        hostctrl: url.own_key(HOSTCTRL.name).unwrap_or(HOSTCTRL_KERNEL),
+    })
+}
 
 /// Connection to a card behind XRT.
 pub struct XrtBus {

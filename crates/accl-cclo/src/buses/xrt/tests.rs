@@ -3,7 +3,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use super::library::SYMBOLS;
-use super::{COMPLETED, HOST_ONLY, UNDER_WAY, XrtBus, XrtPlace};
+use super::{COMPLETED, HOST_ONLY, UNDER_WAY, XrtBus, XrtPlace, place_of};
 use crate::bus::{Bus, Memory};
 use crate::call::{Descriptor, Hosts, Operation};
 use crate::device::DeviceUrl;
@@ -238,6 +238,9 @@ fn a_text_of_a_device_reaches_the_bus() {
     let url = DeviceUrl::parse("xrt://0?xclbin=/nowhere/a.xclbin").unwrap().unwrap();
     let text = crate::buses::open(&url, 0).err().unwrap().message;
     assert_eq!(text, "card 0 behind XRT needs its bitstream, and there is no file /nowhere/a.xclbin");
+    let url = DeviceUrl::parse("xrt://2?hostctrl=h&xclbin=a").unwrap().unwrap();
+    let XrtPlace { index, xclbin, engine, hostctrl } = place_of(&url).unwrap();
+    assert_eq!((index, xclbin, engine, hostctrl), (2, Path::new("a"), ENGINE, "h"));
 }
 
 /// Returns the root of Debian's XRT: the installed one, or a copy that is unpacked into a folder. The error says why there is none.
