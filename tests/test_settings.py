@@ -51,6 +51,19 @@ def test_an_unknown_variable_is_refused_with_the_nearest_name(name, value, neare
     assert kind == "ValueError" and name in sentence and f"did you mean {nearest}?" in sentence, sentence
 
 
+@pytest.mark.parametrize("how", ["variable", "option", "command"])
+def test_a_component_that_does_not_exist_is_refused_where_sidestep_names_it(how):
+    value = "all_reduce=host,broadcast=mpx"
+    if how == "command":
+        ended = run_command(["config"], env={"ACCL_SIDESTEP": value})
+        assert ended.returncode == 1
+        sentence = ended.stderr
+    else:
+        kind, sentence = refused({"ACCL_SIDESTEP": value}) if how == "variable" else refused(sidestep=value)
+        assert kind == "ValueError"
+    assert "`broadcast=mpx`: `mpx` cannot run collectives; did you mean mpi?; expected one of host, mpi" in sentence
+
+
 def test_a_variable_that_is_not_ours_is_one_warning_on_rank_0_and_no_error():
     env = {"ACCL_DEVICE_ID": "0", "ACCL_PROFILER_OUTPUT_DIR": "/tmp", "ACCL_TX_DEPTH": "512", "ACCL_DB_PATH": "/tmp/db"}
 

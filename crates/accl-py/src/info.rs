@@ -11,6 +11,7 @@ use crate::log;
 #[pyfunction]
 fn config_rows(py: Python<'_>) -> PyResult<Vec<Bound<'_, PyDict>>> {
     let config = accl_engine::config_from_environment().map_err(refused)?;
+    crate::offloads::check(&config).map_err(refused)?;
     log::during(config.log, log::warn_of_unused_variables);
     let default = Config::default();
     ROWS.iter()

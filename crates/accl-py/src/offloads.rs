@@ -23,6 +23,14 @@ pub(crate) fn kinds() -> Vec<Arc<dyn OffloadKind>> {
 /// `Configuration`, with the setting and the accepted values.
 pub(crate) fn check_settings(config: &Config) -> Result<()> {
     accl_engine::check_settings(config)?;
+    check(config)
+}
+
+/// Refuses settings that name a device or library which cannot execute calls.
+///
+/// # Errors
+/// The errors of [`check_settings`] for these settings.
+pub(crate) fn check(config: &Config) -> Result<()> {
     accl_device::check(config)?;
     offload::check(config, &kinds())
 }
