@@ -6,7 +6,8 @@ use accl_types::Moment;
 
 use super::completed::Completed;
 use super::stopping::Stopping;
-use crate::peers::Net;
+use crate::exec::RunContext;
+use crate::peers::{Members, Net};
 
 /// The parts of the engine that a group uses while it works.
 pub struct Context<'a> {
@@ -19,4 +20,11 @@ pub struct Context<'a> {
     pub(crate) segment: u64,
     /// Time of this pass.
     pub now: Moment,
+}
+
+impl Context<'_> {
+    /// Returns the parts of a group that a run needs, apart from the collection of runs.
+    pub(super) fn of_run<'a>(&'a mut self, members: &'a mut Members) -> RunContext<'a> {
+        RunContext { net: self.net, members, segment: self.segment }
+    }
 }

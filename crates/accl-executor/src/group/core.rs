@@ -17,9 +17,13 @@ use smallvec::SmallVec;
 
 use super::completed::{Completed, FailedGroup, Notes, Notify};
 use super::context::Context;
+use super::departure::Departure;
 use super::ended::Ended;
+use super::failure::cause_bytes;
+use super::fast_calls::FastPathEnd;
 use super::inbox::{Early, EarlyFrames, MAX_EARLY_BYTES};
-use super::state::{CallInFlight, Departure, FastPathEnd, GroupState, cause_bytes};
+use super::report::CallInFlight;
+use super::state::GroupState;
 use super::stopping::Stopping;
 use crate::call::{CallDesc, CallState, Wake};
 use crate::exec::SpinLimit;

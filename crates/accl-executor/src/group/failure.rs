@@ -1,141 +1,181 @@
-//! Why a group accepts no more calls, on which rank the failure began, and whether the group's caller knows.
+//! The failure of a group: every call in flight fails, other ranks learn the cause, later calls are refused.
 //!
-//! This module keeps the first cause; later errors do not replace it. `state` decides which ranks are notified. Read
-//! [`Failure`] first.
+//! Owns the reports of the cause to other ranks. `first_cause` keeps the cause. Read [`GroupState::fail`] first.
 
-use std::time::Duration;
+use std::sync::Arc;
 
-use accl_types::{Error, ErrorKind, Moment, Rank};
+use accl_types::{Collective, Error, Rank, Seq};
+use accl_wire::frame::{Cause, Header, Kind, OVERHEAD_BYTES};
 
-/// State of a group's failure. Without a cause, the group has not failed.
-#[derive(Default)]
-pub(super) struct Failure {
-    cause: Option<Error>,
-    /// Rank where the failure began; `None` if it began here or all ranks know it.
-    announced_by: Option<Rank>,
-    /// Whether a call has raised the cause.
-    was_raised: bool,
-    /// Report forwarded by another rank: the cause, the rank where it began, and a time. From that time on, the report
-    /// counts even if that rank has not reported it itself.
-    rumour: Option<(Error, Rank, Moment)>,
-}
+use super::completed::{FailedGroup, Notes, Notify};
+use super::context::Context;
+use super::state::GroupState;
+use crate::call::CallState;
+use crate::peers::{Net, PeerId};
 
-/// Time that the rank where a failure began has to report it itself, after another rank has forwarded the report.
-/// Frames that the first rank sent earlier may still complete calls.
-pub const GRACE: Duration = Duration::from_millis(50);
+/// Maximum bytes of a report that the group has failed.
+const MAX_CAUSE_BYTES: usize = 1024;
 
-impl Failure {
-    #[inline]
-    pub(super) fn cause(&self) -> Option<&Error> {
-        self.cause.as_ref()
-    }
-
-    #[inline]
-    pub(super) fn has_come(&self) -> bool {
-        self.cause.is_some()
-    }
-
-    /// Records that another rank has forwarded a report of `origin`.
-    pub(super) fn learn(&mut self, cause: Error, origin: Rank, now: Moment) {
-        self.rumour.get_or_insert((cause, origin, now + GRACE));
-    }
-
-    /// Returns when the forwarded report counts.
-    pub(super) fn due(&self) -> Option<Moment> {
-        self.rumour.as_ref().filter(|_| self.cause.is_none()).map(|(_, _, due)| *due)
-    }
-
-    /// Takes the forwarded report if it counts: its time has come, or its origin sends nothing more.
-    pub(super) fn take_rumour(&mut self, now: Moment, is_absent: impl FnOnce(Rank) -> bool) -> Option<Error> {
-        self.rumour.take_if(|(_, origin, due)| now >= *due || is_absent(*origin)).map(|(cause, _, _)| cause)
-    }
-
-    /// Sets the first cause, and the rank where it began (`None` for this one). Later causes are ignored.
-    pub(super) fn set(&mut self, cause: Error, announced_by: Option<Rank>) {
-        if self.cause.is_none() {
-            (self.cause, self.announced_by) = (Some(cause), announced_by);
+impl GroupState {
+    /// Fails the group with its first cause. Every call in flight fails. `notify` specifies which ranks are notified.
+    pub fn fail(&mut self, error: Error, context: &mut Context<'_>, notify: Notify) {
+        if self.failure.has_come() {
+            return;
+        }
+        let failed = FailedGroup { group: self.id, error, notify };
+        self.fail_on_lane(&failed, Notes::Sent, context);
+        if self.sequence.has_lanes() {
+            context.completed.fail_on_other_lanes(failed);
         }
     }
 
-    /// Returns the rank where the failure began, and the cause; `None` unless it began on another rank.
-    pub(super) fn announcement(&self) -> Option<(Rank, &Error)> {
-        Some((self.announced_by?, self.cause.as_ref()?))
+    /// Returns the failure that other lanes must adopt, if this lane has failed.
+    pub fn failed(&self) -> Option<FailedGroup> {
+        let error = self.failure.cause()?.clone();
+        let notify = if self.failure.announcement().is_some() { Notify::Neighbours } else { Notify::NoRank };
+        Some(FailedGroup { group: self.id, error, notify })
     }
 
-    /// Records that a call raises the cause, and returns it.
-    pub(super) fn raise(&mut self) -> Option<&Error> {
-        self.was_raised |= self.cause.is_some();
-        self.cause.as_ref()
-    }
-
-    /// Returns the kind of the error that refuses a call: the kind of the cause if no call has raised it. Kinds of which
-    /// the caller takes the group for usable, such as a refused argument, become `Aborted`.
-    ///
-    /// The first error that the caller sees has the same kind whether the failure comes during a call or between two.
-    pub(super) fn kind_of_refusal(&self) -> ErrorKind {
-        match self.cause.as_ref().filter(|_| !self.was_raised).map(|cause| cause.kind) {
-            Some(
-                kind @ (ErrorKind::Mismatch
-                | ErrorKind::Timeout
-                | ErrorKind::PeerLost
-                | ErrorKind::Network
-                | ErrorKind::Protocol
-                | ErrorKind::Device),
-            ) => kind,
-            _ => ErrorKind::Aborted,
+    /// Fails the group like [`GroupState::fail`], on this lane alone. The lane that failed first passes the failure on
+    /// to each other lane.
+    pub(super) fn fail_on_lane(&mut self, failed: &FailedGroup, notes: Notes, context: &mut Context<'_>) {
+        if self.failure.has_come() {
+            return;
+        }
+        let error = failed.error.clone();
+        let origin = match failed.notify {
+            Notify::Peers => {
+                self.notify_cause(self.members.ranks(), self.rank, &error, context);
+                Some(self.rank)
+            }
+            Notify::Neighbours => {
+                // The rank that detected the failure notifies all ranks, but may not reach all of them. A link between
+                // two ranks can break alone.
+                let origin = error.context.peer.unwrap_or(self.rank);
+                self.notify_cause(self.members.neighbours(self.rank), origin, &error, context);
+                Some(origin)
+            }
+            Notify::NoRank => None,
+        };
+        if let Some(origin) = origin.filter(|_| notes == Notes::Sent) {
+            self.note_cause(origin, &error, context);
+        }
+        self.failure.set(error.clone(), failed.announced_by());
+        self.inbox.clear();
+        let own_error = |call: &CallState| {
+            let is_own = error.context.seq == Some(Seq(call.seq)) && error.context.collective == Some(call.collective);
+            if is_own { error.clone() } else { call.in_context(Error::new(error.kind, brief(&error))) }
+        };
+        // Memory of external operations is not given back before they have stopped.
+        let under_way = self.runs.iter().filter_map(|(&seq, run)| run.cancel_externals().then_some(seq));
+        for seq in under_way.collect::<Vec<_>>() {
+            if let Some(run) = self.runs.remove(&seq) {
+                self.failure.raise();
+                self.calls_failed += 1;
+                let own = own_error(&run.call);
+                context.stopping.add(run, own, context.now);
+            }
+        }
+        let runs = std::mem::take(&mut self.runs).into_values().map(|run| run.call.clone());
+        let calls: Vec<Arc<CallState>> = runs.chain(self.p2p.take_all().into_iter().map(|m| m.call)).collect();
+        if !calls.is_empty() {
+            self.failure.raise();
+        }
+        self.calls_failed += calls.len() as u64;
+        for call in calls {
+            let own = own_error(&call);
+            context.completed.end(&call, Some(own), context.now);
         }
     }
 
-    /// Returns the cause if it is a disagreement that no call has raised.
-    pub(super) fn unreported_mismatch(&self) -> Option<&Error> {
-        self.cause.as_ref().filter(|cause| !self.was_raised && cause.kind == ErrorKind::Mismatch)
+    /// Reports the first cause to `ranks`, except this rank and the rank where it began.
+    pub(super) fn notify_cause(
+        &self,
+        ranks: impl Iterator<Item = Rank>,
+        origin: Rank,
+        error: &Error,
+        context: &mut Context<'_>,
+    ) {
+        let cause = announcement(origin, error, cause_bytes(context.segment));
+        let header = Header { group: self.id, ..Header::new(Kind::Cause) };
+        for rank in ranks.filter(|&rank| rank != self.rank && rank != origin) {
+            // A rank without a link receives the report from its neighbours, or when it makes a link.
+            context.net.send_if_linked(self.members.peer(rank), header, &cause);
+        }
+    }
+
+    /// Queues out-of-band reports of the first cause to the neighbours, which arrive even if they poll no link. A
+    /// report is not sent if the neighbour reports the failure first. Neighbours do the same, so waiting ranks learn of
+    /// the failure even if the ranks between them and its origin are computing.
+    fn note_cause(&self, origin: Rank, error: &Error, context: &mut Context<'_>) {
+        let cause = announcement(origin, error, cause_bytes(context.segment));
+        let header = Header { group: self.id, ..Header::new(Kind::Cause) };
+        for rank in self.members.neighbours(self.rank).filter(|&rank| rank != self.rank && rank != origin) {
+            context.net.note(self.members.peer(rank), header, &cause);
+        }
+    }
+
+    /// Reports the group's failure to a peer, if the group has failed.
+    pub(super) fn notify_of_failure(&self, peer: PeerId, context: &mut Context<'_>) {
+        if let Some((origin, cause)) = self.announced_cause(cause_bytes(context.segment))
+            && self.members.rank_of(peer) != Some(origin)
+        {
+            context.net.send_control(peer, Header { group: self.id, ..Header::new(Kind::Cause) }, &cause);
+        }
+    }
+
+    /// Returns the rank where the failure began, and the payload that reports it.
+    pub(super) fn announced_cause(&self, most: usize) -> Option<(Rank, Box<[u8]>)> {
+        let error = self.failure.cause()?;
+        let origin = self.failure.announcement().map_or(self.rank, |(origin, _)| origin);
+        Some((origin, announcement(origin, error, most).into()))
+    }
+
+    /// Returns whether a peer may not know yet that this group has failed.
+    pub(super) fn may_not_know(&self, peer: PeerId, net: &Net) -> bool {
+        let rank = self.members.rank_of(peer);
+        rank.is_some_and(|rank| !self.members.knows(rank) && !self.members.is_absent(rank, net))
+    }
+
+    /// Returns a disagreement about calls of this rank that no call of this rank can raise any more.
+    pub(super) fn unreported_mismatch(&self) -> Option<Error> {
+        let has_made_calls = self.sequence.next() + self.next_message > 0;
+        self.failure.unreported_mismatch().filter(|_| has_made_calls).cloned()
+    }
+
+    /// Returns the error for calls issued after the group failed; `None` if it has not failed. The first call to learn of
+    /// the failure gets the kind of its cause, later calls get `Aborted`.
+    pub fn aborted(&mut self, collective: Option<Collective>) -> Option<Error> {
+        let kind = self.failure.kind_of_refusal();
+        let cause = self.failure.raise()?;
+        let text = format!(
+            "the group failed earlier and accepts no more calls; destroy it and create a new one. First cause: {}",
+            brief(cause)
+        );
+        let mut error = Error::new(kind, text).in_group(&self.name).on_rank(self.rank);
+        if let Some(collective) = collective {
+            error = error.of(collective);
+        }
+        Some(error)
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
+/// Returns the payload that reports a group's failure and its cause.
+fn announcement(origin: Rank, error: &Error, most: usize) -> Vec<u8> {
+    Cause { kind: error.kind, origin, text: brief(error) }.to_bytes(most)
+}
 
-    #[test]
-    fn the_first_cause_stays() {
-        let mut failure = Failure::default();
-        assert!(!failure.has_come() && failure.raise().is_none());
-        failure.set(Error::timeout("first"), Some(Rank(3)));
-        failure.set(Error::mismatch("second"), None);
-        assert_eq!(failure.cause(), Some(&Error::timeout("first")));
-        assert_eq!(failure.announcement(), Some((Rank(3), &Error::timeout("first"))));
-        assert_eq!(failure.unreported_mismatch(), None);
-    }
+/// Returns the maximum bytes of a failure report for this segment size.
+pub(super) fn cause_bytes(segment: u64) -> usize {
+    MAX_CAUSE_BYTES.min(segment as usize + OVERHEAD_BYTES)
+}
 
-    #[test]
-    fn what_is_passed_on_counts_when_its_origin_is_gone_or_says_nothing() {
-        let (origin, start) = (Rank(2), Moment::from_nanos(7));
-        let mut failure = Failure::default();
-        failure.learn(Error::timeout("late"), origin, start);
-        failure.learn(Error::timeout("again"), Rank(3), start + GRACE);
-        assert_eq!(failure.due(), Some(start + GRACE));
-        assert_eq!(failure.take_rumour(start, |rank| rank != origin), None);
-        assert_eq!(failure.take_rumour(start, |rank| rank == origin), Some(Error::timeout("late")));
-        assert_eq!(failure.due(), None);
-        failure.learn(Error::timeout("late"), origin, start);
-        assert_eq!(failure.take_rumour(start + GRACE, |_| false), Some(Error::timeout("late")));
-        // The origin's own report makes the forwarded one superfluous.
-        failure.learn(Error::timeout("late"), origin, start);
-        failure.set(Error::timeout("late"), Some(origin));
-        assert_eq!(failure.due(), None);
-    }
-
-    #[test]
-    fn a_disagreement_is_unreported_until_a_call_has_raised_it() {
-        let mut failure = Failure::default();
-        // Raising has no effect on a group that has not failed.
-        failure.raise();
-        failure.set(Error::mismatch("counts differ"), None);
-        assert_eq!(failure.announcement(), None);
-        assert_eq!(failure.unreported_mismatch(), Some(&Error::mismatch("counts differ")));
-        assert_eq!(failure.kind_of_refusal(), ErrorKind::Mismatch, "no call has raised it");
-        assert!(failure.raise().is_some());
-        assert_eq!(failure.unreported_mismatch(), None);
-        assert_eq!(failure.kind_of_refusal(), ErrorKind::Aborted);
+/// Returns the text of an error with its call, but without rank and group. The code that quotes it adds its own rank
+/// and group in front.
+fn brief(error: &Error) -> String {
+    match (error.context.collective, error.context.seq) {
+        (Some(collective), Some(seq)) => format!("{collective} seq {seq}: {}", error.message),
+        (Some(collective), None) => format!("{collective}: {}", error.message),
+        (None, _) => error.message.clone(),
     }
 }

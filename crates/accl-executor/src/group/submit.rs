@@ -10,7 +10,8 @@ use accl_wire::frame::Signature;
 
 use super::context::Context;
 use super::core::Core;
-use super::state::{GroupState, Stopped};
+use super::fast_calls::Stopped;
+use super::state::GroupState;
 use crate::call::{CallDesc, CallInfo, CallObserver, CallState, Mode, Stopwatch};
 use crate::exec::{Message, PRIVATE_TAGS, PROBE_AFTER, Run};
 use crate::memory::{Buffers, Coder, Compute, MessageMemory, Sample};
