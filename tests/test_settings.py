@@ -51,17 +51,30 @@ def test_an_unknown_variable_is_refused_with_the_nearest_name(name, value, neare
     assert kind == "ValueError" and name in sentence and f"did you mean {nearest}?" in sentence, sentence
 
 
-@pytest.mark.parametrize("how", ["variable", "option", "command"])
-def test_a_component_that_does_not_exist_is_refused_where_sidestep_names_it(how):
-    value = "all_reduce=host,broadcast=mpx"
-    if how == "command":
-        ended = run_command(["config"], env={"ACCL_SIDESTEP": value})
-        assert ended.returncode == 1
-        sentence = ended.stderr
-    else:
-        kind, sentence = refused({"ACCL_SIDESTEP": value}) if how == "variable" else refused(sidestep=value)
-        assert kind == "ValueError"
-    assert "`broadcast=mpx`: `mpx` cannot run collectives; did you mean mpi?; expected one of host, mpi" in sentence
+OFFLOADS = [
+    ("sidestep", "all_reduce=host,broadcast=mpx", "`broadcast=mpx`: `mpx` cannot run collectives; did you mean mpi?"),
+    ("device", "simm://", "device `simm://`: unknown scheme `simm`; did you mean sim?"),
+]
+
+
+@pytest.mark.parametrize(("option", "value", "why"), OFFLOADS)
+def test_a_component_that_does_not_exist_is_refused_by_groups(option, value, why):
+    variable = {f"ACCL_{option.upper()}": value}
+    # An option takes precedence over a variable, but does not hide a variable that nothing accepts.
+    for arguments in (
+        {"env": variable},
+        {option: value},
+        {"env": variable, option: "all=host" if option == "sidestep" else "none"},
+    ):
+        kind, sentence = refused(**arguments)
+        assert kind == "ValueError" and why in sentence, sentence
+
+
+@pytest.mark.parametrize("command", [["config"], ["info"], ["simulate", "all_reduce", "--ranks", "4"]])
+@pytest.mark.parametrize(("option", "value", "why"), OFFLOADS)
+def test_a_component_that_does_not_exist_is_refused_by_commands(command, option, value, why):
+    ended = run_command(command, env={f"ACCL_{option.upper()}": value})
+    assert ended.returncode == 1 and why in ended.stderr, ended.stderr
 
 
 def test_a_variable_that_is_not_ours_is_one_warning_on_rank_0_and_no_error():

@@ -111,14 +111,16 @@ def announce_transports(names: str | None = None) -> list[EntryPoint]:
 
 
 def find_offload(text: str | None = None) -> None:
-    """Loads the package whose library runs collectives, if a setting names it: `text`, or `ACCL_SIDESTEP` if that is None.
+    """Loads the packages whose libraries run collectives, if a setting names them: `text`, or `ACCL_SIDESTEP` if that is None.
 
     Raises:
         ValueError, torch.distributed.DistBackendError: as `find_transports`.
     """
     text = os.environ.get("ACCL_SIDESTEP", "") if text is None else text
-    if any(part.strip().endswith("=mpi") for part in text.split(",")):
-        _find_once("mpi", _Setting("sidestep (ACCL_SIDESTEP)", text))
+    named = {part.partition("=")[2].strip() for part in text.split(",")}
+    for name in _native.offload_names():
+        if name in named:
+            _find_once(name, _Setting("sidestep (ACCL_SIDESTEP)", text))
 
 
 def find_transports(names: str | None = None) -> None:

@@ -78,12 +78,6 @@ impl Device {
         if self.excluded.contains(&desc.collective) {
             return Err("`sidestep` assigns it to the host");
         }
-        if desc.encoding(self.settings.world()).is_some() {
-            return Err("it is encoded");
-        }
-        if !desc.uses_host_memory() {
-            return Err("its tensors are not in host memory");
-        }
         let request = CollectiveRequest {
             collective: desc.collective,
             dtype: desc.dtype,

@@ -34,7 +34,7 @@ pub(super) struct Port {
     inner: Mutex<Inner>,
     /// The thread that runs the engine.
     thread: OnceLock<Thread>,
-    /// Set when the group is created, and replaced if its creation starts over.
+    /// Set when the group is created.
     links: Mutex<Option<Arc<dyn PacketLinks>>>,
 }
 

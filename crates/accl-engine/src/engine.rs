@@ -134,8 +134,16 @@ impl Engine {
 
     /// Registers a kind of component that executes whole calls of the groups created later. All ranks must register the
     /// same kinds in the same order.
-    pub fn add_offload(&self, kind: Arc<dyn OffloadKind>) {
-        self.offload_kinds.lock().push(kind);
+    ///
+    /// # Errors
+    /// `InvalidArgument` if the kind's name is taken, or is `host`.
+    pub fn add_offload(&self, kind: Arc<dyn OffloadKind>) -> Result<()> {
+        let (mut kinds, name) = (self.offload_kinds.lock(), kind.name());
+        if name == "host" || kinds.iter().any(|known| known.name() == name) {
+            return Err(Error::invalid_argument(format!("the name {name} of an offload is taken; choose another")));
+        }
+        kinds.push(kind);
+        Ok(())
     }
 
     pub(crate) fn offload_kinds(&self) -> Vec<Arc<dyn OffloadKind>> {

@@ -21,8 +21,8 @@ pub(crate) struct InFlight {
     notifier: Arc<Notifier>,
     /// Whether the call's parts were left to the thread that waits for it.
     pub(crate) is_left_to_waiter: bool,
-    /// The component that executes the whole call, once all ranks have issued it.
-    pub(crate) offload: Option<Arc<dyn Offload>>,
+    /// The component that executes the call, if it needs the help of waiting threads.
+    pub(crate) helped: Option<Arc<dyn Offload>>,
 }
 
 /// Wakes the threads that sleep on a call.
@@ -70,7 +70,7 @@ impl CallObserver for Notifier {
 impl InFlight {
     /// Wraps a call that was started with this notifier as its observer.
     pub(crate) fn new(state: Arc<CallState>, notifier: Arc<Notifier>) -> Self {
-        Self { state, notifier, is_left_to_waiter: false, offload: None }
+        Self { state, notifier, is_left_to_waiter: false, helped: None }
     }
 
     /// Keeps a callback until the call completes, unless the call already has one.

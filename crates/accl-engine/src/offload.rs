@@ -30,7 +30,7 @@ pub trait OffloadKind: Send + Sync {
         false
     }
 
-    /// Returns what the ranks of a group must agree on; `None` if there is nothing.
+    /// Returns what the ranks of a group must agree on, without white space; `None` if there is nothing.
     ///
     /// # Errors
     /// `Configuration` for settings of the group that cannot work. All ranks then fail with this error.
@@ -100,17 +100,23 @@ pub enum Opening {
 /// The next step of opening a component, see [`Opening::Exchange`].
 pub type OpeningStep = Box<dyn FnOnce(Vec<String>, Poll<'_>) -> Result<Opening>>;
 
-/// A component that executes whole calls of one group. The group drops it when it was left.
+/// A component that executes whole calls of one group. The group and calls in flight hold it. Its last reference may be
+/// dropped under the engine's lock, so `drop` must not wait for another thread.
 pub trait Offload: Send + Sync + fmt::Debug {
     /// Returns the name that is reported in place of an algorithm for the calls of this component.
     fn name(&self) -> &'static str;
 
     /// Decides whether this component executes a call. The answer must be the same on all ranks, so it may depend only
-    /// on values that they agree on. Called for every call of the group, by any thread: it must not block.
+    /// on values that they agree on: collective, dtype, operator, root, [`CallDesc::size_bytes`], settings. If ranks
+    /// decide otherwise, the call fails on all. Any thread may ask, also without a call: it must neither block nor have
+    /// an effect.
+    ///
+    /// The engine asks only for collectives with equal blocks in host memory that are not compressed
+    /// ([`CallDesc::why_on_host`]), if no component before this one has taken them.
     fn route(&self, desc: &CallDesc) -> Route;
 
-    /// Accepts the links to the same component of the other ranks, once the group exists. Returns the receiver of what
-    /// they send. At most one component of a group may return one.
+    /// Accepts the links to the same component of the other ranks, before the first call. Returns the receiver of what
+    /// they send. A group whose components return two receivers cannot be created.
     fn connect(&self, _links: Arc<dyn PacketLinks>) -> Option<Arc<dyn PacketSink>> {
         None
     }
@@ -120,11 +126,14 @@ pub trait Offload: Send + Sync + fmt::Debug {
         false
     }
 
-    /// Registers the calling thread as a helper, because it waits for a call of this component. Returns whether
-    /// [`Offload::help`] makes progress. The thread calls [`Offload::end_help`] if so.
-    fn begin_help(&self) -> bool {
+    /// Returns whether threads that wait for a call of this component should help it meanwhile.
+    fn needs_help(&self) -> bool {
         false
     }
+
+    /// Registers the calling thread as a helper, because it waits for a call of this component. The thread then calls
+    /// [`Offload::help`] again and again, and [`Offload::end_help`] at the end.
+    fn begin_help(&self) {}
 
     /// Makes progress on the calls of this component without waiting.
     fn help(&self) -> Progress {
@@ -135,11 +144,13 @@ pub trait Offload: Send + Sync + fmt::Debug {
     fn end_help(&self) {}
 
     /// Returns a readable description in lines that end with a line break: the component, and what it has done.
-    fn describe(&self) -> String;
+    fn describe(&self) -> String {
+        String::new()
+    }
 
-    /// Ends the component's part in the group, after a failure or cleanly. No call follows, but calls in flight may
-    /// still end. Must not wait for them.
-    fn close(&self, has_failed: bool);
+    /// Ends the component's part in the group, after a failure or cleanly. Also called if the group could not be
+    /// created after all. No call follows, but calls in flight may still end. Must not wait for them.
+    fn close(&self, _has_failed: bool) {}
 }
 
 /// Executor of a call.
@@ -147,7 +158,7 @@ pub trait Offload: Send + Sync + fmt::Debug {
 pub enum Route {
     /// The component executes the call through this worker.
     Offload(Arc<dyn External>),
-    /// Another component or the host executes the call, for the reason given in a clause.
+    /// Another component or the host executes the call. The clause says why, for logs of the component.
     Host(&'static str),
 }
 
@@ -164,8 +175,8 @@ pub enum Progress {
 
 /// The links of a group, for packets between the same component of different ranks.
 pub trait PacketLinks: Send + Sync {
-    /// Sends frames of packets. Calls the receivers of no rank, but takes the engine's lock: a caller must not hold a
-    /// lock that its [`PacketSink`] takes.
+    /// Sends frames of packets; a frame to a rank that does not exist is dropped. Takes the engine's lock, under which
+    /// the [`PacketSink`] of this rank runs. So a caller must not hold a lock that its sink takes.
     fn send(&self, frames: &[PacketFrame]);
 }
 
@@ -180,13 +191,38 @@ pub struct PacketFrame {
     pub packets: Vec<u8>,
 }
 
+/// The components of a group that is being created. They are closed if it is not created.
+#[derive(Default)]
+pub(crate) struct OpenOffloads(Vec<Arc<dyn Offload>>);
+
+impl OpenOffloads {
+    pub(crate) fn add(&mut self, offload: Arc<dyn Offload>) {
+        self.0.push(offload);
+    }
+
+    pub(crate) fn iter(&self) -> impl Iterator<Item = &Arc<dyn Offload>> {
+        self.0.iter()
+    }
+
+    /// Returns the components, for a group that was created.
+    pub(crate) fn take(mut self) -> Vec<Arc<dyn Offload>> {
+        std::mem::take(&mut self.0)
+    }
+}
+
+impl Drop for OpenOffloads {
+    fn drop(&mut self) {
+        self.0.iter().for_each(|offload| offload.close(true));
+    }
+}
+
 /// A thread that helps a component; it stops when this is dropped.
 pub(crate) struct Helping<'a>(&'a dyn Offload);
 
 impl<'a> Helping<'a> {
-    /// Begins to help; `None` if the component needs no help.
-    pub(crate) fn begin(offload: &'a dyn Offload) -> Option<Self> {
-        offload.begin_help().then_some(Self(offload))
+    pub(crate) fn begin(offload: &'a dyn Offload) -> Self {
+        offload.begin_help();
+        Self(offload)
     }
 
     pub(crate) fn help(&self) -> Progress {

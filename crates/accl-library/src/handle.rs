@@ -171,9 +171,12 @@ impl Offload for LibraryOffload {
         Route::Offload(self.membership.clone())
     }
 
-    fn begin_help(&self) -> bool {
-        self.membership.worker.begin_help();
+    fn needs_help(&self) -> bool {
         true
+    }
+
+    fn begin_help(&self) {
+        self.membership.worker.begin_help();
     }
 
     fn help(&self) -> Progress {

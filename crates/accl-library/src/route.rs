@@ -12,12 +12,6 @@ const MOST_BYTES: u64 = i32::MAX as u64;
 
 /// Returns why the host does a call that the settings give to the library; `None` if the library does it.
 pub(super) fn kept_by_host(desc: &CallDesc, world: u32) -> Option<&'static str> {
-    if desc.encoding(world).is_some() {
-        return Some("it is encoded");
-    }
-    if !desc.uses_host_memory() {
-        return Some("its tensors are not in host memory");
-    }
     if !desc.has_equal_blocks() {
         return Some("its blocks differ in size");
     }

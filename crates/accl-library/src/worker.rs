@@ -169,6 +169,10 @@ impl Worker {
             }
             let mut library = self.library.lock();
             if self.is_over.load(Ordering::Relaxed) {
+                // Groups that were left are still closed: the library may have few.
+                while let Some(order) = self.due.lock().pop_front() {
+                    library.obey(order);
+                }
                 // No thread waits for the collectives in flight.
                 return library.abandon_all();
             }

@@ -59,7 +59,7 @@ fn options(world: u32) -> WorldOptions {
 /// Returns a world whose engines know the library.
 fn world_of(options: WorldOptions) -> World {
     let world = World::new(options);
-    world.engines.iter().for_each(|engine| engine.add_offload(LibraryKind::new("mpi")));
+    world.engines.iter().for_each(|engine| engine.add_offload(LibraryKind::new("mpi")).unwrap());
     world
 }
 
@@ -445,4 +445,20 @@ fn roots_are_those_of_the_group() {
         }
     });
     assert_eq!(turn.begun(), 4);
+}
+
+#[test]
+fn every_group_of_the_library_is_closed_when_its_engine_ends_at_once() {
+    let turn = Turn::take();
+    let (opened, closed) = (turn.opened.load(Ordering::Relaxed), turn.closed.load(Ordering::Relaxed));
+    for _ in 0..30 {
+        // The group and its engine are dropped one right after the other.
+        world_of(options(2)).run("g", |_| ());
+    }
+    let begin = Instant::now();
+    while turn.closed.load(Ordering::Relaxed) - closed < 60 && begin.elapsed() < PATIENCE {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    assert_eq!(turn.opened.load(Ordering::Relaxed) - opened, 60);
+    assert_eq!(turn.closed.load(Ordering::Relaxed) - closed, 60);
 }

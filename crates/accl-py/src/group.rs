@@ -6,6 +6,7 @@ use std::slice;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use accl_engine::offload::OffloadKind;
 use accl_engine::{
     Blocks, Call, CallDesc, Engine, GroupRole, GroupSpec, Mode, Phases, Ran, TensorDesc, Waited as EngineWaited,
 };
@@ -40,6 +41,9 @@ pub struct Runtime(Mutex<Slot>);
 #[derive(Default)]
 struct Slot {
     engine: Option<Arc<Engine>>,
+    /// Kinds of offloads. They outlive an engine whose first group could not be created: a thread of its device may
+    /// still run, and the next engine waits for it.
+    offloads: Option<Vec<Arc<dyn OffloadKind>>>,
     has_made_groups: bool,
     /// Whether it is decided if this process reports variables that have no effect.
     has_warned: bool,
@@ -48,20 +52,24 @@ struct Slot {
 }
 
 impl Slot {
-    fn engine_of_this_process(&mut self, config: &Config, rank: u32) -> Arc<Engine> {
+    fn engine_of_this_process(&mut self, config: &Config, rank: u32) -> Result<Arc<Engine>> {
         let pid = std::process::id();
         if self.pid != pid {
             // The parent's engine is leaked, because its threads and connections do not exist in this process.
-            std::mem::forget(self.engine.take());
+            std::mem::forget((self.engine.take(), self.offloads.take()));
             *self = Self { pid, ..Self::default() };
         }
-        let engine = self.engine.get_or_insert_with(|| open(config.clone())).clone();
+        let engine = match &self.engine {
+            Some(engine) => engine.clone(),
+            None => open(config.clone(), self.offloads.get_or_insert_with(offloads::kinds))?,
+        };
+        self.engine = Some(engine.clone());
         // Launchers give all ranks the same variables, and one rank reports them. The process's first group decides
         // which, because in sub-groups many processes are the first rank.
         if !std::mem::replace(&mut self.has_warned, true) && rank == 0 {
             log::warn_of_unused_variables();
         }
-        engine
+        Ok(engine)
     }
 }
 
@@ -81,7 +89,7 @@ impl Runtime {
     fn create(&self, config: Config, args: &GroupArgs, store: &ffi::StoreRef) -> Result<Inner> {
         let names = config.profile_names;
         let spec = spec_of(config, args)?;
-        let engine = self.slot().engine_of_this_process(&spec.config, args.rank);
+        let engine = self.slot().engine_of_this_process(&spec.config, args.rank)?;
         let made = engine.create_group(spec, &TorchStore::new(store), &mut ffi::python_interrupted);
         let made = made.map(|group| Inner { engine, group, names });
         let mut slot = self.slot();
@@ -96,12 +104,12 @@ impl Runtime {
     }
 }
 
-/// Creates a new engine and installs its log.
-fn open(config: Config) -> Arc<Engine> {
+/// Creates a new engine with these offloads and installs its log.
+fn open(config: Config, offloads: &[Arc<dyn OffloadKind>]) -> Result<Arc<Engine>> {
     log::follow(config.log);
     let engine = accl_calibrate::engine(config);
-    offloads::kinds().into_iter().for_each(|kind| engine.add_offload(kind));
-    engine
+    offloads.iter().try_for_each(|kind| engine.add_offload(kind.clone()))?;
+    Ok(engine)
 }
 
 /// A group, empty until [`group_create`] fills it.
@@ -313,7 +321,7 @@ impl Drop for Leaving<'_> {
 
 /// The settings of the environment, overridden by the options.
 fn config(args: &GroupArgs) -> Result<Config> {
-    let mut config = accl_engine::config_from_environment()?;
+    let mut config = offloads::config_from_environment()?;
     for pair in args.settings.chunks_exact(2) {
         if pair[0] == REFUSAL {
             return Err(Error::configuration(pair[1].clone()));

@@ -5,13 +5,12 @@ use accl_types::{Dtype, Error, ReduceOp};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use crate::log;
+use crate::{log, offloads};
 
 /// Returns the rows of the configuration table, with the values from the environment.
 #[pyfunction]
 fn config_rows(py: Python<'_>) -> PyResult<Vec<Bound<'_, PyDict>>> {
-    let config = accl_engine::config_from_environment().map_err(refused)?;
-    crate::offloads::check(&config).map_err(refused)?;
+    let config = offloads::config_from_environment().map_err(refused)?;
     log::during(config.log, log::warn_of_unused_variables);
     let default = Config::default();
     ROWS.iter()
@@ -73,7 +72,7 @@ fn dtypes(py: Python<'_>) -> PyResult<Vec<Bound<'_, PyDict>>> {
 /// were announced but not registered are named and not used.
 #[pyfunction]
 fn host_facts(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
-    let mut config = accl_engine::config_from_environment().map_err(refused)?;
+    let mut config = offloads::config_from_environment().map_err(refused)?;
     let named = config.transports.clone();
     let known = accl_engine::transports();
     config.transports.retain(|name| known.iter().any(|row| row.name == name));
@@ -95,7 +94,7 @@ fn host_facts(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
 #[pyfunction]
 fn check_option(option: &str, value: &str) -> PyResult<()> {
     let mut config = Config::default();
-    config.set_option(option, value).and_then(|()| crate::offloads::check_settings(&config)).map_err(refused)
+    config.set_option(option, value).and_then(|()| offloads::check_settings(&config)).map_err(refused)
 }
 
 fn refused(error: Error) -> PyErr {

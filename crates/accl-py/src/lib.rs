@@ -96,6 +96,7 @@ fn _define(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(_bridged_functions, module)?)?;
     module.add_function(wrap_pyfunction!(_panic_for_test, module)?)?;
     info::add_functions(module)?;
+    offloads::add_functions(module)?;
     transports::add_functions(module)?;
     compression::add_functions(module)?;
     devices::add_functions(module)?;

@@ -21,7 +21,7 @@ fn simulate<'py>(
     link: Option<Link>,
     machine_file: Option<&str>,
 ) -> PyResult<Vec<Bound<'py, PyDict>>> {
-    let config = accl_engine::config_from_environment().map_err(refused)?;
+    let config = crate::offloads::config_from_environment().map_err(refused)?;
     let collective = Collective::ALL
         .iter()
         .copied()
@@ -59,7 +59,7 @@ fn simulate<'py>(
 /// age in seconds. If `again` is set, measures again.
 #[pyfunction]
 fn calibration(py: Python<'_>, again: bool) -> PyResult<Bound<'_, PyDict>> {
-    let config = accl_engine::config_from_environment().map_err(refused)?;
+    let config = crate::offloads::config_from_environment().map_err(refused)?;
     let find = || if again { accl_calibrate::calibrate(&config) } else { Ok(accl_calibrate::find(&config)) };
     let found = py.detach(|| log::during(config.log, find));
     let found = found.map_err(refused)?;

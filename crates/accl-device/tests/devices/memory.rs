@@ -198,7 +198,7 @@ fn tensors_of_several_types_are_moved_byte_by_byte() {
 fn calls_of_two_groups_from_many_threads_all_end_with_their_own_results() {
     let world = World::new(options(3, Network::Rdma));
     let devices = Arc::new(SimDevices(Faithful::all()));
-    world.engines.iter().for_each(|engine| engine.add_offload(DeviceKind::new(devices.clone())));
+    world.engines.iter().for_each(|engine| engine.add_offload(DeviceKind::new(devices.clone())).unwrap());
     let groups: Vec<_> = ["one", "two"].iter().flat_map(|name| world.try_run(name)).map(Result::unwrap).collect();
     std::thread::scope(|scope| {
         for group in &groups {
@@ -294,7 +294,7 @@ fn what_an_engine_has_sent_to_a_rank_without_a_link_gets_there_although_its_proc
             // Neighbours are a power of two away, so each of eight ranks is linked to five ranks.
             let world = World::new(options(8, network).over(fabric));
             let devices = Arc::new(SimDevices(Faithful::all()));
-            world.engines.iter().for_each(|engine| engine.add_offload(DeviceKind::new(devices.clone())));
+            world.engines.iter().for_each(|engine| engine.add_offload(DeviceKind::new(devices.clone())).unwrap());
             world.run("g", |member| {
                 let mut data = values(member.rank, 2000);
                 let said = member.broadcast(&mut data, 0);
@@ -312,7 +312,7 @@ fn what_an_engine_has_sent_to_a_rank_without_a_link_gets_there_although_its_proc
 fn who_drops_a_group_while_its_device_works_gets_the_tensor_back_untouched_from_then_on() {
     let world = World::new(options(2, Network::Udp));
     let devices = LocalDevices::new(Network::Udp, Faithful::all(), 2);
-    world.engines.iter().for_each(|engine| engine.add_offload(DeviceKind::new(devices.clone())));
+    world.engines.iter().for_each(|engine| engine.add_offload(DeviceKind::new(devices.clone())).unwrap());
     devices.faults().holds.store(true, Ordering::Relaxed);
     let groups: Vec<_> = world.try_run("g").into_iter().map(Result::unwrap).collect();
     let have_failed = Barrier::new(2);

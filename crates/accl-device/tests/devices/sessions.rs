@@ -94,7 +94,7 @@ struct Process {
 impl Process {
     fn new(devices: &Arc<LocalDevices>, rank: u32, world: u32) -> Self {
         let engine = accl_calibrate::engine(config());
-        engine.add_offload(DeviceKind::new(devices.clone()));
+        engine.add_offload(DeviceKind::new(devices.clone())).unwrap();
         Self { engine, rank, world, timeout: TIMEOUT }
     }
 

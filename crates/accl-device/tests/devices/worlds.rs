@@ -26,7 +26,7 @@ pub fn options(world: u32, network: Network) -> WorldOptions {
 pub fn world_of(options: WorldOptions, network: Network) -> (World, Arc<LocalDevices>) {
     let devices = LocalDevices::new(network, Faithful::all(), options.world);
     let world = World::new(options);
-    world.engines.iter().for_each(|engine| engine.add_offload(DeviceKind::new(devices.clone())));
+    world.engines.iter().for_each(|engine| engine.add_offload(DeviceKind::new(devices.clone())).unwrap());
     (world, devices)
 }
 

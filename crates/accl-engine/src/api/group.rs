@@ -21,7 +21,7 @@ use crate::engine::{Engine, LAST_BYTES, LAST_BYTES_FAILED, LAST_CALLS};
 use crate::events;
 use crate::in_flight::{InFlight, Notifier};
 use crate::lanes::{Announced, Cut, Lane, Least, Parts, Starter, parts_of};
-use crate::offload::{Offload, Route};
+use crate::offload::{Offload, OpenOffloads, Route};
 use crate::sync::MutexGuard;
 use crate::time;
 use accl_executor::call::{CallDesc, External};
@@ -48,6 +48,22 @@ fn make_phases(desc: &CallDesc) {
     }
 }
 
+/// A description with a worker. It has none again when this is dropped, because its caller may issue it again.
+struct RoutedDesc<'a>(&'a mut CallDesc);
+
+impl<'a> RoutedDesc<'a> {
+    fn new(desc: &'a mut CallDesc, by: Arc<dyn External>) -> Self {
+        desc.offload = Some(by);
+        Self(desc)
+    }
+}
+
+impl Drop for RoutedDesc<'_> {
+    fn drop(&mut self) {
+        self.0.offload = None;
+    }
+}
+
 /// A component that executes a call, and its worker for the call.
 type Routed<'a> = (&'a Arc<dyn Offload>, Arc<dyn External>);
 
@@ -58,7 +74,7 @@ fn pending(call: Call) -> Ran {
 /// Components that a group's handle needs.
 pub(crate) struct Rules {
     pub(crate) default_codec: Option<DefaultCodec>,
-    pub(crate) offloads: Vec<Arc<dyn Offload>>,
+    pub(crate) offloads: OpenOffloads,
     pub(crate) planner: Planner,
     /// Drivers of the lanes after the first.
     pub(crate) lanes: Vec<Arc<Driver>>,
@@ -97,7 +113,7 @@ impl Group {
             driver,
             caller: Arc::new(Caller { group: id, name, rank, world, global_rank }),
             default_codec,
-            offloads,
+            offloads: offloads.take(),
             planning: Planning::new(planner),
             takers: lanes.iter().map(|lane| lane.clone() as Arc<dyn Lane>).collect(),
             lanes,
@@ -131,6 +147,9 @@ impl Group {
         if self.offloads.is_empty() || default.is_some() || desc.offload.is_some() {
             return None;
         }
+        if desc.why_on_host(self.caller.world).is_some() {
+            return None;
+        }
         self.offloads.iter().find_map(|offload| match offload.route(desc) {
             Route::Offload(by) => Some((offload, by)),
             Route::Host(_) => None,
@@ -138,11 +157,8 @@ impl Group {
     }
 
     fn start_offloaded(&self, desc: &mut CallDesc, (offload, by): Routed<'_>) -> Result<Call> {
-        desc.offload = Some(by);
-        let started = self.start(desc, None, Some(offload));
-        // The caller may issue the description again.
-        desc.offload = None;
-        started.map_err(|error| self.in_context(error))
+        let routed = RoutedDesc::new(desc, by);
+        self.start(routed.0, None, Some(offload)).map_err(|error| self.in_context(error))
     }
 
     /// Issues a call that the caller waits for. A small call with a known shape takes the fast path on this thread if
@@ -331,7 +347,7 @@ impl Group {
         }
         self.driver.submitted(&call);
         let mut state = InFlight::new(call, notifier);
-        state.offload = offload.cloned();
+        state.helped = offload.filter(|offload| offload.needs_help()).cloned();
         Ok(Call { state, driver: Arc::downgrade(&self.driver) })
     }
 

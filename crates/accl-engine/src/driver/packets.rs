@@ -27,7 +27,8 @@ impl PacketLinks for GroupLinks {
         let is_unsent = driver.with_core(|core| {
             core.guarded(|core| {
                 core.with_group(self.group, now, |group, context| {
-                    for PacketFrame { to, taken, packets } in frames {
+                    let world = group.members().world();
+                    for PacketFrame { to, taken, packets } in frames.iter().filter(|frame| frame.to.0 < world) {
                         group.send_packets(*to, *taken, packets, context);
                     }
                 });

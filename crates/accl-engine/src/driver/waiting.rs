@@ -194,7 +194,7 @@ impl Driver {
         let mut poll_guard = PollGuard { driver: self, is_on: false };
         let mut needed: Option<SmallVec<[PeerId; 4]>> = None;
         let mut must_poll = false;
-        let helping = call.offload.as_deref().and_then(Helping::begin);
+        let helping = call.helped.as_deref().map(Helping::begin);
         for round in 0_u32.. {
             let now = time::now();
             if let Some(mut core) = self.try_lock() {

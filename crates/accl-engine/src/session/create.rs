@@ -26,7 +26,7 @@ use crate::engine::{Engine, Job, Parts};
 use crate::env::launch_label;
 use crate::events;
 use crate::lanes::Least;
-use crate::offload::{self, Offload, OffloadGroup, OffloadKind, Opening};
+use crate::offload::{self, OffloadGroup, OffloadKind, OpenOffloads, Opening};
 use crate::settings::intra_node_of;
 use crate::time::{self, far};
 use accl_executor::peers::{Gone, PeerId, missing, neighbours};
@@ -76,9 +76,14 @@ fn agreed_text(spec: &GroupSpec, kinds: &[Arc<dyn OffloadKind>]) -> Result<Strin
     offload::check(&spec.config, kinds)?;
     let mut text = spec.config.agreed_text();
     for kind in kinds {
-        if let Some(agreed) = kind.agreed(spec)? {
-            text += &format!(" {}={agreed}", kind.name());
+        // Kinds that have nothing to agree on are listed too: all ranks must open the same kinds in the same order.
+        let (name, agreed) = (kind.name(), kind.agreed(spec)?.unwrap_or_default());
+        if agreed.contains(char::is_whitespace) {
+            return Err(Error::internal(format!(
+                "the offload {name} asks ranks to agree on `{agreed}`, which has white space"
+            )));
         }
+        text += &format!(" {name}={agreed}");
     }
     Ok(text)
 }
@@ -157,7 +162,8 @@ impl Engine {
             )));
         }
         let deadline = Instant::now().checked_add(spec.timeout).unwrap_or_else(far);
-        let kinds = self.offload_kinds();
+        // In a forked child, another thread of the parent may have held the lock.
+        let kinds = if self.is_forked() { Vec::new() } else { self.offload_kinds() };
         let (parts, mine) = match self.introduction(spec, &kinds) {
             Ok(introduction) => introduction,
             Err(error) => {
@@ -331,9 +337,13 @@ impl Engine {
         let chooser = chooser(topology, spec, infos, self.driver.with_core(|core| core.segment()));
         let planner = Planner::new(chooser, spec.rank);
         let first = states.first_mut().ok_or_else(|| Error::internal("a group has no lane"))?;
-        for offload in &offloads {
-            if let Some(sink) = offload.connect(GroupLinks::new(&self.driver, id)) {
-                first.take_packets_with(sink);
+        let mut receiver = None;
+        for offload in offloads.iter() {
+            let Some(sink) = offload.connect(GroupLinks::new(&self.driver, id)) else { continue };
+            first.take_packets_with(sink);
+            if let Some(other) = receiver.replace(offload.name()) {
+                let both = format!("the offloads {other} and {} both exchange packets in one group", offload.name());
+                return Err(Error::internal(both));
             }
         }
         let least = Least::of(lanes.have_own_cores);
@@ -525,8 +535,8 @@ fn open_offloads(
     kinds: &[Arc<dyn OffloadKind>],
     meeting: &mut Meeting<'_>,
     poll: &mut dyn FnMut() -> Result<()>,
-) -> Result<Option<Vec<Arc<dyn Offload>>>> {
-    let mut offloads = Vec::new();
+) -> Result<Option<OpenOffloads>> {
+    let mut offloads = OpenOffloads::default();
     for kind in kinds {
         let mut opening = while_it_goes_on(meeting, poll, |poll| kind.open(&group, poll))?;
         loop {
@@ -534,7 +544,7 @@ fn open_offloads(
                 None => return Ok(None),
                 Some(Opening::Unused) => break,
                 Some(Opening::Open(offload)) => {
-                    offloads.push(offload);
+                    offloads.add(offload);
                     break;
                 }
                 Some(Opening::Exchange(text, next)) => {

@@ -20,3 +20,4 @@ mod offloads;
 mod panics;
 mod parked_driver;
 mod rendezvous;
+mod sums;

@@ -1,66 +1,62 @@
 //! A component outside of the engine executes whole calls: it is registered by one line, all ranks route alike, and its
-//! end is the group's. `docs/adding-an-offload.md` explains the component of this file.
+//! end is the group's. The component is `sums`, with faults around it.
 
-use std::collections::HashMap;
-use std::fmt;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Barrier, Mutex};
 use std::time::Duration;
 
-use accl_engine::offload::{Offload, OffloadGroup, OffloadKind, Opening, Poll, Progress, Route};
-use accl_engine::{CallDesc, CollectiveMemory, External, ExternalTask, GroupSpec, Mode};
+use accl_engine::offload::{Offload, OffloadGroup, OffloadKind, Opening, PacketLinks, Poll, Progress, Route};
+use accl_engine::{CallDesc, Engine, External, ExternalTask, GroupSpec, Mode, PacketSink};
 use accl_testkit::{Fabric, Member, World, WorldOptions, finish, finish_ran};
-use accl_types::config::RedirectTo;
-use accl_types::{Collective, Dtype, Error, ErrorKind, ReduceOp, Result};
+use accl_types::{Collective, Dtype, Error, ErrorKind, Rank, ReduceOp, Result};
 
-/// Sums float32 tensors of ranks that are threads of one process. The rank that begins its call last adds for all.
-struct SumKind {
-    /// All calls in flight, shared by the kinds of all ranks: the engines of a world are in one process.
-    meetings: Arc<Meetings>,
-    /// Behaviour of this rank when its component is opened.
-    opens: Opens,
+use crate::sums::{NAME, SumKind};
+
+/// The component with faults, and a record of what happens to it.
+#[derive(Clone)]
+struct FaultyKind {
+    name: &'static str,
+    inner: SumKind,
+    fault: Fault,
     facts: Arc<Facts>,
 }
 
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Opens {
-    Well,
-    /// Fails in the step after the exchange.
-    Late,
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Fault {
+    None,
+    /// Fails in the step after an exchange.
+    OpensLate,
     /// Fails when the ranks agree.
-    NotAtAll,
+    DisagreesWithAll,
+    /// Receives packets.
+    HasPackets,
+    /// Takes every call.
+    TakesAll,
 }
 
 /// Events of a group's component.
 #[derive(Default)]
 struct Facts {
     helped: AtomicU32,
+    opened: AtomicU32,
     closed: Mutex<Vec<bool>>,
 }
 
-/// Tasks of the ranks that have begun a call, by group and sequence number.
-type Meetings = Mutex<HashMap<(u64, u64), Vec<(u32, ExternalTask)>>>;
-
-/// The component of one group.
-struct Sums {
-    group: u64,
-    rank: u32,
-    world: u32,
-    calls: Arc<SumCalls>,
+struct FaultyOffload {
+    inner: Arc<dyn Offload>,
+    fault: Fault,
     facts: Arc<Facts>,
 }
 
-/// The worker for the group's calls.
-struct SumCalls {
-    group: u64,
-    rank: u32,
-    world: u32,
-    meetings: Arc<Meetings>,
+impl FaultyKind {
+    fn new(name: &'static str, fault: Fault) -> Self {
+        Self { name, inner: SumKind::default(), fault, facts: Arc::default() }
+    }
 }
 
-impl OffloadKind for SumKind {
+impl OffloadKind for FaultyKind {
     fn name(&self) -> &'static str {
-        "sums"
+        self.name
     }
 
     fn is_named_by_sidestep(&self) -> bool {
@@ -68,48 +64,42 @@ impl OffloadKind for SumKind {
     }
 
     fn agreed(&self, _group: &GroupSpec) -> Result<Option<String>> {
-        match self.opens {
-            Opens::NotAtAll => Err(Error::configuration("sums: it is not installed")),
-            Opens::Well | Opens::Late => Ok(Some("1".to_owned())),
+        match self.fault {
+            Fault::DisagreesWithAll => Err(Error::configuration("sums: it is not installed")),
+            _ => Ok(None),
         }
     }
 
-    fn open(&self, group: &OffloadGroup<'_>, _poll: Poll<'_>) -> Result<Opening> {
-        let named = |to: &RedirectTo| *to == RedirectTo::Offload("sums".to_owned());
-        if !group.spec.config.redirects.iter().any(|redirect| named(&redirect.to)) {
-            return Ok(Opening::Unused);
-        }
-        let (id, rank, world) = (group.id, group.spec.rank.0, group.spec.world);
-        let (meetings, facts, opens) = (self.meetings.clone(), self.facts.clone(), self.opens);
+    fn open(&self, group: &OffloadGroup<'_>, poll: Poll<'_>) -> Result<Opening> {
+        let Opening::Open(inner) = self.inner.open(group, poll)? else { return Ok(Opening::Unused) };
+        let (world, own) = (group.spec.world, format!("rank {}", group.spec.rank));
+        let (fault, facts) = (self.fault, self.facts.clone());
         let next = move |texts: Vec<String>, _: Poll<'_>| {
-            let expected: Vec<String> = (0..world).map(|rank| format!("rank {rank}")).collect();
-            assert_eq!(texts, expected);
-            if opens == Opens::Late {
+            assert_eq!(texts, (0..world).map(|rank| format!("rank {rank}")).collect::<Vec<_>>());
+            if fault == Fault::OpensLate {
                 return Err(Error::device("sums: it has no power"));
             }
-            let calls = Arc::new(SumCalls { group: id, rank, world, meetings });
-            Ok(Opening::Open(Arc::new(Sums { group: id, rank, world, calls, facts })))
+            facts.opened.fetch_add(1, Ordering::Relaxed);
+            Ok(Opening::Open(Arc::new(FaultyOffload { inner, fault, facts })))
         };
-        Ok(Opening::Exchange(format!("rank {rank}"), Box::new(next)))
+        Ok(Opening::Exchange(own, Box::new(next)))
     }
 }
 
-impl Offload for Sums {
+impl Offload for FaultyOffload {
     fn name(&self) -> &'static str {
-        "sums"
+        self.inner.name()
     }
 
     fn route(&self, desc: &CallDesc) -> Route {
-        if desc.collective != Collective::AllReduce || desc.dtype != Dtype::F32 || desc.op != ReduceOp::Sum {
-            return Route::Host("it is no sum of float32");
-        }
-        if desc.encoding(self.world).is_some() || !desc.uses_host_memory() {
-            return Route::Host("it is encoded, or its tensors are not in host memory");
-        }
-        Route::Offload(self.calls.clone())
+        if self.fault == Fault::TakesAll { Route::Offload(Arc::new(Refusal)) } else { self.inner.route(desc) }
     }
 
-    fn begin_help(&self) -> bool {
+    fn connect(&self, _links: Arc<dyn PacketLinks>) -> Option<Arc<dyn PacketSink>> {
+        (self.fault == Fault::HasPackets).then(|| Arc::new(Refusal) as Arc<dyn PacketSink>)
+    }
+
+    fn needs_help(&self) -> bool {
         true
     }
 
@@ -119,68 +109,38 @@ impl Offload for Sums {
     }
 
     fn describe(&self) -> String {
-        format!("sums in the process of rank {}\n", self.rank)
+        self.inner.describe()
     }
 
     fn close(&self, has_failed: bool) {
         self.facts.closed.lock().unwrap().push(has_failed);
-        self.calls.meetings.lock().unwrap().retain(|(group, _), _| *group != self.group);
+        self.inner.close(has_failed);
     }
 }
 
-impl External for SumCalls {
+impl std::fmt::Debug for FaultyOffload {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{:?} with {:?}", self.inner, self.fault)
+    }
+}
+
+/// Fails every task, and refuses every packet.
+#[derive(Debug)]
+struct Refusal;
+
+impl External for Refusal {
     fn name(&self) -> &str {
-        "sums"
+        "refusal"
     }
 
     fn begin(&self, task: ExternalTask) {
-        let Some(seq) = task.collective().map(|collective| collective.seq) else {
-            return task.fail("it runs only whole collectives");
-        };
-        let mut meetings = self.meetings.lock().unwrap();
-        let tasks = meetings.entry((self.group, seq)).or_default();
-        tasks.push((self.rank, task));
-        if tasks.len() < self.world as usize {
-            return;
-        }
-        let mut tasks = meetings.remove(&(self.group, seq)).unwrap_or_default();
-        drop(meetings);
-        tasks.sort_unstable_by_key(|(rank, _)| *rank);
-        add(tasks.into_iter().map(|(_, task)| task).collect());
+        task.fail("it does nothing");
     }
 }
 
-/// Adds the contributions in rank order, and gives every rank the sum.
-fn add(tasks: Vec<ExternalTask>) {
-    let mut sum: Vec<f32> = Vec::new();
-    for task in &tasks {
-        let Some(memory) = CollectiveMemory::of(task) else { continue };
-        let mut bytes = vec![0; memory.input_bytes() as usize];
-        if !memory.read_input(0, &mut bytes) {
-            continue;
-        }
-        sum.resize(bytes.len() / 4, 0.0);
-        let values = bytes.chunks_exact(4).map(|four| f32::from_ne_bytes([four[0], four[1], four[2], four[3]]));
-        sum.iter_mut().zip(values).for_each(|(sum, value)| *sum += value);
-    }
-    let sum: Vec<u8> = sum.iter().flat_map(|value| value.to_ne_bytes()).collect();
-    for task in tasks {
-        // A task whose call has failed gives its memory back by ending.
-        if CollectiveMemory::of(&task).is_some_and(|mut memory| memory.write_output(0, &sum)) {
-            task.done();
-        }
-    }
-}
-
-impl fmt::Debug for Sums {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.calls.fmt(f)
-    }
-}
-
-impl fmt::Debug for SumCalls {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "sums of rank {}", self.rank)
+impl PacketSink for Refusal {
+    fn arrive(&self, from: Rank, _taken: u64, _packets: &[u8]) -> Result<()> {
+        Err(Error::protocol(format!("rank {from} sent packets to sums")))
     }
 }
 
@@ -189,23 +149,34 @@ fn options(world: u32, sidestep: &str) -> WorldOptions {
     options.with("sidestep", sidestep)
 }
 
-/// Returns a world with the component, and what each rank's group has done with it.
-fn world(options: WorldOptions, opens: impl Fn(usize) -> Opens) -> (World, Vec<Arc<Facts>>) {
-    let (world, meetings) = (World::new(options), Arc::<Meetings>::default());
-    let register = |(rank, engine): (usize, &Arc<accl_engine::Engine>)| {
-        let facts: Arc<Facts> = Arc::default();
-        engine.add_offload(Arc::new(SumKind { meetings: meetings.clone(), opens: opens(rank), facts: facts.clone() }));
-        facts
+/// Returns a world with the component, and what happens to it on each rank.
+fn world(options: WorldOptions, fault: impl Fn(usize) -> Fault) -> (World, Vec<Arc<Facts>>) {
+    let (world, sums) = (World::new(options), SumKind::default());
+    let register = |(rank, engine): (usize, &Arc<Engine>)| {
+        let kind = FaultyKind { inner: sums.clone(), ..FaultyKind::new(NAME, fault(rank)) };
+        engine.add_offload(Arc::new(kind.clone())).unwrap();
+        kind.facts
     };
     let facts = world.engines.iter().enumerate().map(register).collect();
     (world, facts)
 }
 
+/// Returns the errors of a group of two ranks that registers other kinds on each rank.
+fn errors_of(kinds: impl Fn(usize) -> Vec<FaultyKind>) -> Vec<Error> {
+    let world = World::new(options(2, "all_reduce=sums"));
+    for (rank, engine) in world.engines.iter().enumerate() {
+        kinds(rank).into_iter().for_each(|kind| engine.add_offload(Arc::new(kind)).unwrap());
+    }
+    world.try_run("g").into_iter().map(|made| made.err().expect("there is no such group")).collect()
+}
+
 #[test]
 fn a_registered_component_executes_the_calls_that_it_takes() {
-    let (world, _) = world(options(3, "all_reduce=sums"), |_| Opens::Well);
+    let world = World::new(options(3, "all_reduce=sums"));
+    let sums = SumKind::default();
+    world.engines.iter().for_each(|engine| engine.add_offload(Arc::new(sums.clone())).unwrap());
     world.run("g", |member| {
-        for count in [1, 300, 70_000] {
+        for count in [0, 1, 300, 70_000] {
             let mut data: Vec<f32> = (0..count).map(|at| (at % 91 + member.rank) as f32).collect();
             member.all_reduce(&mut data, ReduceOp::Sum).unwrap();
             assert!((0..count).all(|at| data[at] == (3 * (at % 91) + 3) as f32));
@@ -223,7 +194,7 @@ fn a_registered_component_executes_the_calls_that_it_takes() {
 
 #[test]
 fn many_calls_in_flight_are_executed_alongside_calls_of_the_host() {
-    let (world, facts) = world(options(2, "all_reduce=sums"), |_| Opens::Well);
+    let (world, facts) = world(options(2, "all_reduce=sums"), |_| Fault::None);
     world.run("g", |member| {
         let mut sums = vec![[member.rank as f32; 64]; 40];
         let mut others = vec![[member.rank as i32; 64]; 40];
@@ -239,8 +210,23 @@ fn many_calls_in_flight_are_executed_alongside_calls_of_the_host() {
 }
 
 #[test]
+fn a_component_is_not_asked_for_calls_that_always_run_on_the_host() {
+    let (world, _) = world(options(2, "all_reduce=sums"), |_| Fault::TakesAll);
+    world.run("g", |member| {
+        member.group.submit(CallDesc::new(Collective::Barrier, Dtype::U8)).map(|call| finish(&call)).unwrap().unwrap();
+        let mut doubled = [1.0_f32; 4];
+        let mut desc = member.all_reduce_desc(&mut doubled, ReduceOp::PremulSum, Mode::Blocking);
+        desc.factor = 2.0;
+        finish_ran(&member.group.run(&mut desc).unwrap()).unwrap();
+        assert_eq!(doubled, [4.0; 4]);
+        let error = member.all_reduce(&mut [1.0_f32; 4], ReduceOp::Sum).unwrap_err();
+        assert!(error.message.contains("it does nothing"), "{error}");
+    });
+}
+
+#[test]
 fn a_description_is_issued_again_by_the_group_that_is_asked() {
-    let (world, _) = world(options(2, "all_reduce=sums"), |_| Opens::Well);
+    let (world, _) = world(options(2, "all_reduce=sums"), |_| Fault::None);
     world.run("g", |member| {
         let mut data = [1.0_f32; 8];
         let mut desc = member.all_reduce_desc(&mut data, ReduceOp::Sum, Mode::Blocking);
@@ -254,7 +240,7 @@ fn a_description_is_issued_again_by_the_group_that_is_asked() {
 
 #[test]
 fn a_group_that_names_no_component_has_none() {
-    let (world, facts) = world(options(2, ""), |_| Opens::Well);
+    let (world, facts) = world(options(2, ""), |_| Fault::None);
     world.run("g", |member: Member| {
         member.all_reduce(&mut [1.0_f32; 8], ReduceOp::Sum).unwrap();
         assert!(!member.group.describe().contains("sums"));
@@ -265,8 +251,8 @@ fn a_group_that_names_no_component_has_none() {
 #[test]
 fn a_component_learns_whether_its_group_has_failed() {
     for fails in [false, true] {
-        let (world, facts) = world(options(2, "all_reduce=sums"), |_| Opens::Well);
-        let both = std::sync::Barrier::new(2);
+        let (world, facts) = world(options(2, "all_reduce=sums"), |_| Fault::None);
+        let both = Barrier::new(2);
         world.run("g", |member| {
             member.all_reduce(&mut [1.0_f32; 8], ReduceOp::Sum).unwrap();
             both.wait();
@@ -279,26 +265,65 @@ fn a_component_learns_whether_its_group_has_failed() {
 }
 
 #[test]
-fn all_ranks_fail_if_the_component_of_one_does_not_open() {
-    for (opens, kind, cause) in
-        [(Opens::Late, ErrorKind::Device, "no power"), (Opens::NotAtAll, ErrorKind::Configuration, "not installed")]
-    {
-        let (world, _) = world(options(3, "all_reduce=sums"), |rank| if rank == 1 { opens } else { Opens::Well });
+fn all_ranks_fail_if_the_component_of_one_does_not_open_and_the_others_are_closed() {
+    for (fault, kind, cause) in [
+        (Fault::OpensLate, ErrorKind::Device, "no power"),
+        (Fault::DisagreesWithAll, ErrorKind::Configuration, "not installed"),
+    ] {
+        let (world, facts) = world(options(3, "all_reduce=sums"), |rank| if rank == 1 { fault } else { Fault::None });
         for made in world.try_run("g") {
             let error = made.err().expect("there is no such group");
             assert!(error.kind == kind && error.message.contains(cause), "{error}");
+        }
+        for facts in facts {
+            let closed = facts.closed.lock().unwrap().clone();
+            assert_eq!(closed, vec![true; facts.opened.load(Ordering::Relaxed) as usize], "opened but not closed");
         }
     }
 }
 
 #[test]
 fn a_name_that_no_component_has_is_refused_with_those_that_there_are() {
-    let (world, _) = world(options(2, "all_reduce=sum"), |_| Opens::Well);
+    let (world, _) = world(options(2, "all_reduce=sum"), |_| Fault::None);
     for made in world.try_run("g") {
         let error = made.err().expect("there is no such group");
         assert_eq!(error.kind, ErrorKind::Configuration);
         for part in ["`all_reduce=sum`", "did you mean sums?", "expected one of host, sums"] {
             assert!(error.message.contains(part), "{error}");
         }
+    }
+}
+
+#[test]
+fn ranks_that_register_other_components_cannot_create_a_group() {
+    let named = |name| FaultyKind::new(name, Fault::None);
+    let swapped = |rank| if rank == 0 { vec![named(NAME), named("b")] } else { vec![named("b"), named(NAME)] };
+    for error in errors_of(swapped) {
+        assert_eq!(error.kind, ErrorKind::Configuration);
+        assert!(error.message.contains("the order of their offloads differs"), "{error}");
+    }
+    for error in errors_of(|rank| if rank == 0 { vec![named(NAME)] } else { vec![named(NAME), named("b")] }) {
+        assert_eq!(error.kind, ErrorKind::Configuration);
+        assert!(error.message.contains("has no b") && error.message.contains("has b="), "{error}");
+    }
+}
+
+#[test]
+fn two_components_that_receive_packets_cannot_be_in_one_group() {
+    for error in errors_of(|_| vec![FaultyKind::new(NAME, Fault::HasPackets), FaultyKind::new("b", Fault::HasPackets)])
+    {
+        assert_eq!(error.kind, ErrorKind::Internal);
+        assert!(error.message.contains("both exchange packets"), "{error}");
+    }
+}
+
+#[test]
+fn a_name_is_registered_once() {
+    let world = World::new(options(2, ""));
+    let engine = &world.engines[0];
+    engine.add_offload(Arc::new(SumKind::default())).unwrap();
+    for name in [NAME, "host"] {
+        let error = engine.add_offload(Arc::new(FaultyKind::new(name, Fault::None))).unwrap_err();
+        assert!(error.kind == ErrorKind::InvalidArgument && error.message.contains(name), "{error}");
     }
 }

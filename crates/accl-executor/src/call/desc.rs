@@ -228,17 +228,22 @@ impl CallDesc {
         Ok(())
     }
 
-    /// Checks an offloaded call: it must be a collective on unencoded host memory.
-    fn check_offload(&self, rank: Rank, world: u32) -> Result<()> {
-        let Some(by) = &self.offload else { return Ok(()) };
-        let why = match self.collective {
+    /// Returns why the host always executes this call; `None` if a component may execute it as a whole. All ranks get the
+    /// same answer, unless their tensors lie in memory of different kinds.
+    pub fn why_on_host(&self, world: u32) -> Option<&'static str> {
+        Some(match self.collective {
             Collective::Barrier | Collective::Send | Collective::Recv => "it does not move blocks between all ranks",
             _ if self.op == ReduceOp::PremulSum => "PREMUL_SUM scales tensors beforehand; scale them first and use SUM",
             _ if self.encoding(world).is_some() => "it is compressed; call without a codec",
             _ if self.is_staged() => "it has tensors outside host memory; copy them to host memory first",
             _ if !self.equal_blocks => "it has blocks of unequal sizes",
-            _ => return Ok(()),
-        };
+            _ => return None,
+        })
+    }
+
+    /// Checks an offloaded call: it must be a collective on unencoded host memory.
+    fn check_offload(&self, rank: Rank, world: u32) -> Result<()> {
+        let Some((by, why)) = self.offload.as_ref().zip(self.why_on_host(world)) else { return Ok(()) };
         let text = format!("`{}` cannot run the call: {why}", by.name());
         Err(Error::unsupported(text).of(self.collective).on_rank(rank))
     }

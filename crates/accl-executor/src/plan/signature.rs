@@ -63,8 +63,8 @@ pub(crate) fn disagreement(seq: u64, (my_rank, mine): (Rank, &Signature), (from,
         let name = Collective::from_code(mine.collective).map_or("the collective", Collective::name);
         return Error::mismatch(format!(
             "ranks disagree on call {seq}: rank {my_rank} called {mine_text}, rank {from} called {theirs_text}, \
-             and only rank {on_device} offloads it to a device or MPI; on all ranks, pass split sizes or none, and \
-             tensors in the same kind of memory, or use the host with sidestep=\"{name}=host\""
+             and only rank {on_device} offloads it; on all ranks, pass split sizes or none, and tensors in the same kind \
+             of memory, or use the host with sidestep=\"{name}=host\""
         ))
         .with_peer(from);
     }

@@ -31,6 +31,10 @@ pub struct Library {
     pub begun: AtomicU64,
     /// Number of collectives that ranks have abandoned.
     pub abandoned: AtomicU64,
+    /// Number of ranks that have opened a group.
+    pub opened: AtomicU64,
+    /// Number of ranks that have closed a group.
+    pub closed: AtomicU64,
     /// Number of ranks that have closed a group that had failed.
     pub closed_after_failure: AtomicU64,
 }
@@ -108,6 +112,7 @@ impl Collectives for Library {
         let make = || Arc::new(Meeting { world, calls: Mutex::default() });
         let meeting = self.groups.lock().entry(key).or_insert_with(make).clone();
         let library = library();
+        library.opened.fetch_add(1, Ordering::Relaxed);
         Ok(Opened::Group(Box::new(LibraryGroup { library, meeting, rank: rank as usize, next: 0 })))
     }
 }
@@ -138,6 +143,7 @@ impl CollectiveGroup for LibraryGroup {
 
     fn close(self: Box<Self>, has_failed: bool) {
         self.library.closed_after_failure.fetch_add(u64::from(has_failed), Ordering::Relaxed);
+        self.library.closed.fetch_add(1, Ordering::Relaxed);
     }
 }
 

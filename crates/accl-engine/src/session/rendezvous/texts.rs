@@ -289,15 +289,22 @@ impl Why {
 
 /// Returns the error that lists the settings that differ.
 pub(super) fn settings_differ(mine: &RankInfo, other: &RankInfo, my_rank: u32, rank: usize) -> Error {
-    let words = |text: &str| text.split(' ').map(str::to_owned).collect::<Vec<_>>();
-    let (mine, other) = (words(&mine.agreed), words(&other.agreed));
-    let differing: Vec<String> = mine
+    let mine: Vec<&str> = mine.agreed.split(' ').collect();
+    let other: Vec<&str> = other.agreed.split(' ').collect();
+    let key = |word: &str| word.split('=').next().unwrap_or_default().to_owned();
+    let of_key = |words: &[&str], wanted: &str| {
+        words.iter().find(|word| key(word) == wanted).map_or_else(|| format!("no {wanted}"), |word| (*word).to_owned())
+    };
+    let mut keys: Vec<String> = mine.iter().map(|word| key(word)).collect();
+    keys.extend(other.iter().map(|word| key(word)).filter(|each| !mine.iter().any(|word| key(word) == *each)));
+    let differing: Vec<String> = keys
         .iter()
-        .zip(&other)
+        .map(|each| (of_key(&mine, each), of_key(&other, each)))
         .filter(|(a, b)| a != b)
         .map(|(a, b)| format!("rank {my_rank} has {a}, rank {rank} has {b}"))
         .collect();
-    let detail = if differing.is_empty() { "the lists of settings differ".to_owned() } else { differing.join("; ") };
+    let detail =
+        if differing.is_empty() { "the order of their offloads differs".to_owned() } else { differing.join("; ") };
     Error::configuration(format!(
         "the ranks' settings disagree: {detail}; give all ranks the same environment and options"
     ))
