@@ -70,11 +70,11 @@ def test_a_component_that_does_not_exist_is_refused_by_groups(option, value, why
         assert kind == "ValueError" and why in sentence, sentence
 
 
-@pytest.mark.parametrize("command", [["config"], ["info"], ["simulate", "all_reduce", "--ranks", "4"]])
+@pytest.mark.parametrize("command", [["config"], ["info"], ["simulate", "--ranks", "4"]])
 @pytest.mark.parametrize(("option", "value", "why"), OFFLOADS)
 def test_a_component_that_does_not_exist_is_refused_by_commands(command, option, value, why):
     ended = run_command(command, env={f"ACCL_{option.upper()}": value})
-    assert ended.returncode == 1 and why in ended.stderr, ended.stderr
+    assert ended.returncode in (1, 2) and why in ended.stderr, ended.stderr
 
 
 def test_a_variable_that_is_not_ours_is_one_warning_on_rank_0_and_no_error():

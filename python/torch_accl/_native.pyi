@@ -230,6 +230,9 @@ def calibration(again: bool) -> dict[str, Any]:
 def check_option(option: str, value: str) -> None:
     """Raises ValueError for an unknown option or a value that is not accepted."""
 
+def offload_names() -> list[str]:
+    """Returns the names that the option `sidestep` accepts in `collective=NAME`, apart from `host`."""
+
 def device_keys() -> list[tuple[str, str, str]]:
     """Returns the keys of a device URL: name, accepted values, and purpose of each."""
 

@@ -5,8 +5,9 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use accl_device::DeviceKind;
 use accl_engine::{Group, GroupRole, GroupSpec, Mode, Waited};
-use accl_testkit::devices::{LocalDevices, Network};
+use accl_testkit::devices::{Faithful, LocalDevices, Network};
 use accl_testkit::{Member, World};
 use accl_types::{Error, ErrorKind, Rank, ReduceOp};
 
@@ -108,6 +109,41 @@ fn a_stuck_device_is_not_opened_again_before_it_is_left() {
         });
         world.run("h", |member| add_up(&member));
         assert!(begin.elapsed() >= delay);
+    });
+    await_closed(&devices);
+}
+
+#[test]
+fn a_device_that_is_stuck_is_not_opened_again_by_another_engine_of_the_process() {
+    // A first group that cannot be created takes its engine with it, but not the kind of its device.
+    let devices = LocalDevices::new(Network::Udp, Faithful::all(), 1);
+    let (kind, config) = (DeviceKind::new(devices.clone()), options(1, Network::Udp).config);
+    let group = || {
+        let engine = accl_calibrate::engine(config.clone());
+        engine.add_offload(kind.clone()).unwrap();
+        let spec = GroupSpec {
+            name: "g".to_owned(),
+            rank: Rank(0),
+            world: 1,
+            timeout: PATIENCE,
+            config: config.clone(),
+            master: None,
+            global_ranks: Vec::new(),
+            role: GroupRole::Default,
+        };
+        engine.create_group(spec, &accl_engine::MemoryStore::default(), &mut || false)
+    };
+    let member = Member::new(group().unwrap());
+    end_stuck(&member, &devices);
+    drop(member);
+    assert_eq!(open(&devices), 1);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            std::thread::sleep(Duration::from_millis(300));
+            assert_eq!(open(&devices), 1, "another was opened next to the one that is stuck");
+            devices.faults().is_stuck.store(NO_RANK, Ordering::SeqCst);
+        });
+        drop(group().unwrap());
     });
     await_closed(&devices);
 }
