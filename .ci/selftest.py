@@ -364,10 +364,15 @@ class Layers(unittest.TestCase):
     def test_a_folder_may_not_name_one_that_is_not_below_it(self) -> None:
         run = "use crate::plan::Plan;\nuse crate::driver::Driver;"
         modules = {("exec", "run"): run, ("plan",): "", ("driver",): ""}
-        [climb] = layers.climbs("accl-executor", layers.imports_of(modules))
-        self.assertIn("exec/run imports driver", climb)
+        problems = list(layers.climbs("accl-executor", layers.imports_of(modules)))
+        self.assertEqual(len(problems), 2)
+        self.assertIn("exec/run imports driver", problems[0])
         upwards = {("plan",): "use crate::exec::run::Run;", ("exec", "run"): ""}
         self.assertEqual(len(list(layers.climbs("accl-executor", layers.imports_of(upwards)))), 1)
+        planted = {("driver", "waiting"): "use crate::session::create::refuse_group;", ("session", "create"): "", ("new",): ""}
+        problems = "\n".join(layers.climbs("accl-engine", layers.imports_of(planted)))
+        self.assertIn("driver/waiting imports session/create, which is above it", problems)
+        self.assertIn("new has no place in the order", problems)
 
 
 class Shim(unittest.TestCase):

@@ -14,12 +14,12 @@ use accl_types::config::{Config, WorkerCount};
 use accl_types::{Error, Moment, Result};
 use accl_wire::EndpointInfo;
 
+use crate::attempts::Attempts;
+use crate::connector::Connector;
+use crate::cores::HostLoad;
 use crate::driver::waiting::{Delivery, lasting};
 use crate::driver::{Driver, Polling};
 use crate::offload::OffloadKind;
-use crate::session::connector::Connector;
-use crate::session::cores::HostLoad;
-use crate::session::rendezvous::Attempts;
 use crate::sync::Mutex;
 use crate::time;
 use accl_executor::group::GroupState;

@@ -4,7 +4,10 @@
 //! Read [`Engine`], then [`Group::submit`] and [`Group::run`], then [`Call`].
 
 mod api;
+mod attempts;
 mod completion;
+mod connector;
+mod cores;
 mod cpus;
 mod driver;
 mod election;
@@ -19,6 +22,7 @@ mod session;
 mod settings;
 mod signals;
 pub mod simulate;
+mod spec;
 #[doc(hidden)]
 pub mod sync;
 mod time;
@@ -38,13 +42,13 @@ pub use api::call::Call;
 pub use api::error_stats::ErrorStats;
 pub use api::group::{Group, Ran};
 pub use api::snapshot::{CallSnapshot, GroupSnapshot, PeerSnapshot, Snapshot};
-pub use api::spec::{GroupRole, GroupSpec};
 pub use engine::Engine;
 pub use env::{cache_home, config_from_environment, unused_variables};
 pub use session::create::refuse_group;
 pub use session::store::{MemoryStore, Store, store_failed};
 pub use settings::{accepted, check_settings, settings_page};
 pub use signals::block_all as block_signals;
+pub use spec::{GroupRole, GroupSpec};
 pub use time::now;
 
 // Re-exports from the layers below, for listings: the layers above depend only on this crate.

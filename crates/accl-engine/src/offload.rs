@@ -13,7 +13,7 @@ use accl_executor::group::PacketSink;
 use accl_types::config::{Config, Redirect, RedirectTo};
 use accl_types::{Error, Moment, Rank, Result, nearest};
 
-use crate::api::spec::GroupSpec;
+use crate::spec::GroupSpec;
 
 /// Function that a long step calls every 50 ms or so. Its error ends the step: the creation of the group was
 /// interrupted, or another rank has given up.

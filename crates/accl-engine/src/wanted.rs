@@ -1,7 +1,7 @@
 //! Requests for links and out-of-band notes, passed from calls (under the driver's lock) to the thread that makes
 //! links.
 //!
-//! Owns the queue between them; `session::connector` makes the links. Read [`WantedLinks`] first.
+//! Owns the queue between them; `connector` makes the links. Read [`WantedLinks`] first.
 
 use std::sync::{Arc, OnceLock};
 

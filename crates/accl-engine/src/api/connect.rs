@@ -1,7 +1,7 @@
 //! Creation of the links to all ranks of a group at once. It lets a caller check early that all ranks can reach each
 //! other.
 //!
-//! Owns the waiting; `session::connector` makes the links, like those that a call requests. Read [`Group::connect_all`]
+//! Owns the waiting; `connector` makes the links, like those that a call requests. Read [`Group::connect_all`]
 //! first.
 
 use std::time::Duration;

@@ -1,4 +1,4 @@
-//! The types that the layer above uses: groups, calls in flight, and the values from which both are created.
+//! The types that the layer above uses: groups and calls in flight.
 
 pub(crate) mod call;
 mod connect;
@@ -8,4 +8,3 @@ pub(crate) mod group;
 pub(crate) mod monitored;
 pub(crate) mod planning;
 pub(crate) mod snapshot;
-pub(crate) mod spec;

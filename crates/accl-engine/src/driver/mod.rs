@@ -5,7 +5,7 @@
 //! calls; `election` decides which one. Owns the lock, the poller, and the definition of a pass and of a sleep. Read
 //! [`Driver::wait`] first.
 
-mod lanes;
+pub(crate) mod lanes;
 mod links;
 pub(crate) mod packets;
 mod pinned_thread;

@@ -10,13 +10,12 @@ use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 
-use accl_types::{Error, Moment, Result};
+use accl_types::{Error, Moment};
 
 use accl_executor::call::{CallDesc, CallObserver, Callback, External, ExternalTask};
 use accl_executor::group::{Caller, Core, Prepared};
 
-use crate::driver::Driver;
-use crate::jobs::{Deferred, Job};
+use crate::jobs::Job;
 use crate::sync::Mutex;
 
 /// Joins the parts of a call: the first part waits for it.
@@ -100,52 +99,6 @@ pub(crate) struct Parts {
     pub(crate) wakes: bool,
     /// Starts the parts later, if the call's memory is not ready when the call is issued.
     pub(crate) starter: Option<Box<dyn Starter>>,
-}
-
-impl Lane for Driver {
-    fn give(&self, next: Option<Next>, job: CoreJob) {
-        let me = self.weak();
-        let job = move || {
-            if let Some(lane) = me.upgrade() {
-                lane.with_core(job);
-            }
-        };
-        self.leave_job(Box::new(job), next.map(|next| Box::new(next) as Deferred));
-    }
-
-    fn wake(&self) {
-        self.wake_for_jobs();
-    }
-}
-
-/// A completion thread reserved for one job, until the job is posted or withdrawn.
-pub(crate) struct Announced(Option<Arc<Driver>>);
-
-impl Announced {
-    /// Reserves a completion thread of this lane.
-    ///
-    /// # Errors
-    /// `Exhausted` when the system has no thread for it; `Aborted` when the engine has ended.
-    pub(crate) fn on(driver: &Arc<Driver>) -> Result<Self> {
-        driver.completions().expect()?;
-        Ok(Self(Some(driver.clone())))
-    }
-}
-
-impl Starter for Announced {
-    fn post(mut self: Box<Self>, job: Job) {
-        if let Some(driver) = self.0.take() {
-            driver.completions().post(job);
-        }
-    }
-}
-
-impl Drop for Announced {
-    fn drop(&mut self) {
-        if let Some(driver) = &self.0 {
-            driver.completions().withdraw();
-        }
-    }
 }
 
 /// Reports the end of one of the other parts to the [`Join`]. If it is dropped before that, the part has not begun and
@@ -303,10 +256,11 @@ mod tests {
     use super::*;
     use crate::api::default_codec::DefaultCodec;
     use crate::api::group::Group;
-    use crate::api::spec::{GroupRole, GroupSpec};
+    use crate::driver::Driver;
     use crate::engine::Engine;
     use crate::lanes::Cut;
     use crate::session::store::MemoryStore;
+    use crate::spec::{GroupRole, GroupSpec};
     use crate::time;
     use accl_executor::call::{Blocks, Mode, TensorDesc, Waited};
     use accl_executor::group::Notify;

@@ -9,8 +9,6 @@ mod numbers;
 mod parts;
 
 pub(crate) use cut::Cut;
-pub(crate) use join::{Announced, Lane, Parts, Starter};
-#[cfg(all(test, not(accl_loom)))]
-pub(crate) use join::{CoreJob, Next};
+pub(crate) use join::{CoreJob, Lane, Next, Parts, Starter};
 pub(crate) use numbers::Numbers;
 pub(crate) use parts::{Least, parts_of};

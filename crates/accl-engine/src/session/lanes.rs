@@ -12,13 +12,13 @@ use accl_schedule::cost::{Machine, SIZES};
 use accl_types::{Bytes, Result};
 use accl_wire::EndpointInfo;
 
-use super::cores::HostLoad;
 use super::rendezvous::RankInfo;
-use crate::api::spec::GroupSpec;
+use crate::cores::HostLoad;
 use crate::cpus;
 use crate::driver::Driver;
 use crate::engine::{Engine, Parts};
 use crate::lanes::Numbers;
+use crate::spec::GroupSpec;
 
 /// The group's state on each of its lanes, the first lane first.
 pub(super) type LaneStates = Vec<GroupState>;

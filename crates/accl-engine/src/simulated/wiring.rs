@@ -1,7 +1,7 @@
 //! The links of a simulated world: how they are created, and what happens to them and to their processes (deaths, cuts,
 //! notes).
 //!
-//! Owns what `session::connector` owns in a real process. `link` defines how a link carries frames. Read
+//! Owns what `connector` owns in a real process. `link` defines how a link carries frames. Read
 //! [`World::strike`] and [`World::dial`] first.
 
 use accl_types::{Error, Rank};
@@ -10,7 +10,7 @@ use super::clock::{self, Event};
 use super::link::SimulatedLink;
 use super::scenario::{Fault, Linking};
 use super::world::{Asked, State, Violation, World, info};
-use crate::session::peer_probe::Found;
+use crate::connector::peer_probe::Found;
 use accl_executor::peers::neighbours;
 
 impl World<'_> {
@@ -70,7 +70,7 @@ impl World<'_> {
         self.scenario.wires.iter().position(|(ends, _)| ends.contains(&one) && ends.contains(&other) && one != other)
     }
 
-    /// Creates a link that a process wants, as `session::connector` does.
+    /// Creates a link that a process wants, as `connector` does.
     pub(super) fn dial(&mut self, wire: usize, process: usize) {
         if self.dialled.contains(&wire) || self.processes[process].core.is_none() {
             return;
@@ -91,7 +91,7 @@ impl World<'_> {
         }
     }
 
-    /// Delivers a note, as the `session::connector` of the sender and of the receiver do.
+    /// Delivers a note, as the `connector` of the sender and of the receiver do.
     pub(super) fn deliver(&mut self, index: usize) -> Result<(), Violation> {
         let (from, note) = &self.notes[index];
         let (from, to) = (*from, usize::from(note.to.uuid[0]));
@@ -143,7 +143,7 @@ impl World<'_> {
         Ok(())
     }
 
-    /// Asks others about peers, and applies what was found, as `session::connector` does.
+    /// Asks others about peers, and applies what was found, as `connector` does.
     pub(super) fn inquire(&mut self, process: usize) -> Result<(), Violation> {
         let numbers = self.questions.len() as u64..;
         let host = &mut self.processes[process];

@@ -73,15 +73,15 @@
 mod texts;
 
 use std::collections::HashSet;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use accl_types::{Error, Result};
 use accl_wire::frame::Cause;
 
-use crate::api::spec::GroupSpec;
+use crate::attempts::Attempts;
 use crate::session::store::Store;
-use crate::sync::Mutex;
+use crate::spec::GroupSpec;
 use accl_types::hash::hash_words;
 
 pub(crate) use texts::RankInfo;
@@ -109,15 +109,6 @@ pub(crate) enum Outcome {
     Made,
     /// The session ended without a group: gather again.
     Moved,
-}
-
-/// State that the rendezvous attempts of one process share.
-#[derive(Default)]
-pub(crate) struct Attempts {
-    /// Number of groups that this process has confirmed.
-    confirmed: AtomicU64,
-    /// Names and keys of the groups that a thread is leading.
-    led: Mutex<HashSet<String>>,
 }
 
 /// One rank's attempt to create one group. Dropping it before all ranks have confirmed gives the attempt up and

@@ -9,7 +9,7 @@ use accl_types::{Error, ErrorKind, Rank, Result};
 use accl_wire::frame::Cause;
 use accl_wire::{EndpointInfo, PROTOCOL_VERSION};
 
-use crate::session::cores::{Cores, HostLoad};
+use crate::cores::{Cores, HostLoad};
 
 /// Start of the first line of a rank's info; the protocol version follows.
 const CARD_MAGIC: &str = "accl-group";

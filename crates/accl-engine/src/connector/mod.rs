@@ -5,6 +5,8 @@
 //! about unreachable peers (see `peer_probe`). The thread sleeps until a peer connects or a link is wanted. It answers
 //! peers even while no thread here issues a call. Read [`Connector`] first, then [`Work::turn`].
 
+pub(crate) mod peer_probe;
+
 use std::collections::{HashMap, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -15,7 +17,7 @@ use accl_transport::{Endpoint, Host, Unreachable, Waker, Wanted};
 use accl_types::{Error, Result};
 use accl_wire::{EndpointInfo, Stance};
 
-use super::peer_probe::{Found, PeerProbe, Question};
+use self::peer_probe::{Found, PeerProbe, Question};
 use crate::driver::Driver;
 use crate::signals;
 use crate::sync::{Condvar, Mutex};
