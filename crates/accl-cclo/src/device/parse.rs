@@ -64,7 +64,7 @@ impl DeviceUrl {
             let at = pairs.iter().position(|(name, _)| *name == key.name);
             match (at.map(|at| pairs.remove(at).1), key.missing) {
                 (Some("") | None, Some(missing)) => return Err(missing.to_owned()),
-                (Some(""), None) => return Err(unknown(key, "")),
+                (Some(""), None) => return Err(key.refused("")),
                 (Some(value), _) => own.push((key.name, value.to_owned())),
                 (None, None) => {}
             }
@@ -79,7 +79,7 @@ impl DeviceUrl {
     /// Sets a shared key.
     fn set(&mut self, name: &str, value: &str) -> std::result::Result<(), String> {
         let key = SHARED_KEYS.iter().find(|key| key.name == name).ok_or_else(|| self.not_shared(name))?;
-        let unknown = || unknown(key, value);
+        let unknown = || key.refused(value);
         let bytes = || parse_size(value).and_then(|bytes| u32::try_from(bytes).ok()).map(Some).ok_or_else(unknown);
         match name {
             "design" => self.design = Some(find(&DESIGNS, Design::name, value).ok_or_else(unknown)?),
@@ -114,10 +114,6 @@ fn expected() -> String {
     let forms = BUSES.iter().flat_map(|bus| bus.alias.iter().chain(bus.forms));
     let all: Vec<&str> = std::iter::once(&"none").chain(forms).copied().collect();
     format!("expected one of {}", all.join(", "))
-}
-
-fn unknown(key: &Key, value: &str) -> String {
-    format!("`{}` cannot be `{value}`; expected {}", key.name, key.accepted)
 }
 
 fn find<T: Copy>(all: &[T], name: impl Fn(T) -> &'static str, text: &str) -> Option<T> {

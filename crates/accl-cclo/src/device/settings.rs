@@ -149,7 +149,7 @@ impl DeviceUrl {
             };
             let usual = self.session(rank);
             if let Some(session) = line.session.filter(|session| self.sessions_are_ranks() && *session != usual) {
-                let why = format!("gives rank {rank} session {session}; the session of an emulated engine is its rank");
+                let why = format!("gives rank {rank} session {session}; the session of this device is its rank");
                 return Err(ranks::refused(path, &why));
             }
             Ok(Peer { ip, port: line.port, session: line.session.unwrap_or(usual) })

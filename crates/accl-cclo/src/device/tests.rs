@@ -1,6 +1,6 @@
 use proptest::prelude::*;
 
-use super::{Design, DeviceUrl, Wire, keys};
+use super::{Design, DeviceUrl, SHARED_KEYS, Wire, keys};
 use crate::bus::Memory;
 use crate::buses::BUSES;
 use crate::memory_map::{DataType, NO_SESSION, Network};
@@ -180,6 +180,42 @@ fn each_rank_has_an_address() {
     );
     let text = parsed("xrt://0?xclbin=a").settings(0, 17).unwrap_err().message;
     assert!(text.ends_with("over udp, cards reach at most 16 ranks, not 17; use a tcp design"), "{text}");
+}
+
+#[test]
+fn a_ranks_file_is_the_same_device_however_its_path_is_written() {
+    let url = parsed("emulator://@/tmp/r");
+    for text in ["emulator://@/tmp//r", "emulator://@/tmp/./r", "emulator://@/tmp/r/"] {
+        let other = parsed(text);
+        assert!(url.is_same_device(&other) && other.is_same_device(&url), "{text}");
+        assert_eq!(other.to_string(), text);
+    }
+    for text in ["emulator://@/tmp/s", "emulator://@tmp/r", "emulator://h:1", "sim://?ranks=/tmp/r"] {
+        assert!(!url.is_same_device(&parsed(text)), "{text}");
+    }
+    // The key `ranks` is not part of the address of a device.
+    let card = |index: u32| parsed(&format!("coyote://{index}?ranks=r.json"));
+    assert!(!card(0).is_same_device(&card(1)) && card(0).is_same_device(&parsed("coyote://0")));
+}
+
+#[test]
+fn another_session_is_refused_without_naming_a_kind_of_device() {
+    let ranks = file("ranks-are-sessions", r#"{"ranks": [{"ip": "10.1.1.1", "session": 7}]}"#);
+    for text in [format!("sim://?ranks={ranks}"), format!("emulator://@{ranks}")] {
+        let message = parsed(&text).settings(0, 1).unwrap_err().message;
+        let why = "gives rank 0 session 7; the session of this device is its rank";
+        assert_eq!(message, format!("the ranks file {ranks} {why}"));
+    }
+}
+
+#[test]
+fn shared_keys_are_described_without_naming_a_kind_of_device() {
+    for key in &SHARED_KEYS {
+        let text = format!("{} {}", key.accepted, key.about).to_lowercase();
+        let mut words = text.split(|c: char| !c.is_alphanumeric()).map(|word| word.trim_end_matches('s'));
+        let kind = words.find(|word| BUSES.iter().any(|bus| bus.scheme == *word));
+        assert_eq!(kind, None, "{key:?}");
+    }
 }
 
 #[test]

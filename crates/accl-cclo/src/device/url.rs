@@ -86,10 +86,12 @@ pub enum Sessions {
     RanksFile(&'static str),
 }
 
-/// Parsed address part of a URL.
-#[derive(Clone, Debug, PartialEq, Eq)]
+/// Parsed address part of a URL. Two URLs of one kind with equal addresses name the same device. Addresses are equal if their ranks files have equal
+/// paths, or, without ranks files, if their texts are equal.
+#[derive(Clone, Debug)]
 pub struct DeviceAddress {
-    /// The address as URLs show it. Two URLs of one kind with the same text name the same device, so equal addresses must have equal texts.
+    /// The address as URLs show it. [`BusKind::parse`] returns an equal address for this text, and the same text for all forms of one address. It may
+    /// keep the path of a ranks file as written.
     pub text: String,
     /// Path of the ranks file, if the address names one. The bus looks the names of hosts in this file up, so they need not be IPv4 addresses.
     pub ranks_file: Option<PathBuf>,
@@ -122,6 +124,8 @@ pub struct Key {
     pub name: &'static str,
     /// Accepted values.
     pub accepted: &'static str,
+    /// A value that the key accepts. Tests use it.
+    pub example: &'static str,
     /// Purpose of the key, in a sentence.
     pub about: &'static str,
     /// Error for a URL without the key, as a clause; `None` if the key is optional.
@@ -130,8 +134,18 @@ pub struct Key {
 
 impl Key {
     /// Returns a key that a URL may omit.
-    pub const fn optional(name: &'static str, accepted: &'static str, about: &'static str) -> Self {
-        Self { name, accepted, about, missing: None }
+    pub const fn optional(
+        name: &'static str,
+        accepted: &'static str,
+        example: &'static str,
+        about: &'static str,
+    ) -> Self {
+        Self { name, accepted, example, about, missing: None }
+    }
+
+    /// Returns the error for a value that the key does not accept, as a clause.
+    pub fn refused(&self, value: &str) -> String {
+        format!("`{}` cannot be `{value}`; expected {}", self.name, self.accepted)
     }
 }
 
@@ -139,24 +153,27 @@ const SIZE: &str = "a size below 4 GiB, as bytes or with KiB, MiB, GiB";
 
 /// Keys of all kinds of bus.
 pub const SHARED_KEYS: [Key; 8] = [
-    Key::optional("design", "udp, tcp, cyt_rdma", "Network for which the devices were built."),
+    Key::optional("design", "udp, tcp, cyt_rdma", "udp", "Network for which the devices were built."),
     Key::optional(
         "ranks",
         "the path of a file",
-        "File with the addresses of all ranks. Emulators name it after `@` instead.",
+        "ranks.json",
+        "File with the addresses of all ranks. Refused if the address part already gives them.",
     ),
     Key::optional(
         "rx_buffers",
         "a number from 1 to about 280, fewer with more ranks",
+        "100",
         "Number of rx buffers, which hold eager messages.",
     ),
-    Key::optional("rx_bytes", SIZE, "Size of each rx buffer, a multiple of 64."),
-    Key::optional("eager", SIZE, "Largest message that is sent before its receiver has requested it."),
-    Key::optional("rendezvous", SIZE, "Size of each buffer for sums of larger messages."),
-    Key::optional("memory", "host, device", "Memory that holds the buffers of calls."),
+    Key::optional("rx_bytes", SIZE, "64KiB", "Size of each rx buffer, a multiple of 64."),
+    Key::optional("eager", SIZE, "1MiB", "Largest message that is sent before its receiver has requested it."),
+    Key::optional("rendezvous", SIZE, "16MiB", "Size of each buffer for sums of larger messages."),
+    Key::optional("memory", "host, device", "host", "Memory that holds the buffers of calls."),
     Key::optional(
         "compression",
         "none, fp16",
+        "fp16",
         "Type in which float32 is added and sent in sums. Data that is only moved stays unchanged.",
     ),
 ];
@@ -293,6 +310,18 @@ impl fmt::Debug for BusKind {
         f.debug_tuple("BusKind").field(&self.scheme).finish()
     }
 }
+
+impl PartialEq for DeviceAddress {
+    fn eq(&self, other: &Self) -> bool {
+        match (&self.ranks_file, &other.ranks_file) {
+            (Some(path), Some(others)) => path == others,
+            (None, None) => self.text == other.text,
+            (Some(_), None) | (None, Some(_)) => false,
+        }
+    }
+}
+
+impl Eq for DeviceAddress {}
 
 /// Address that names no ranks file.
 impl From<String> for DeviceAddress {

@@ -107,7 +107,9 @@ impl fmt::Display for Addresses {
 
 impl Address {
     fn parse(text: &str) -> std::result::Result<Self, String> {
-        let parts = text.trim().rsplit_once(':').filter(|(host, _)| !host.is_empty());
+        let parts = text.trim().rsplit_once(':');
+        // At the beginning of an address part, `@` names a ranks file.
+        let parts = parts.filter(|(host, _)| !host.is_empty() && !host.starts_with('@'));
         let parts = parts.and_then(|(host, port)| Some((host, port.parse().ok().filter(|port| *port > 0)?)));
         let (host, port) = parts.ok_or_else(|| format!("expected HOST:PORT of an emulator, got `{text}`"))?;
         Ok(Self { host: host.to_owned(), port })
@@ -123,6 +125,15 @@ impl fmt::Display for Address {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_host_after_a_blank_is_not_shown_as_a_ranks_file() {
+        for text in [" @x:5", "\t@x:5", "\u{a0}@x:5", "h:1, @x:5", "h:1,@x:5"] {
+            let why = parse(text).unwrap_err();
+            assert!(why.starts_with("expected HOST:PORT of an emulator, got `"), "{text:?}: {why}");
+            assert!(DeviceUrl::parse(&format!("emulator://{text}")).is_err(), "{text:?}");
+        }
+    }
 
     #[test]
     fn each_rank_has_an_emulator() {

@@ -44,12 +44,18 @@ const UNDER_WAY: [u32; 4] = [1, 2, 3, 7];
 const XCLBIN: Key = Key {
     name: "xclbin",
     accepted: "the path of a file",
+    example: "a.xclbin",
     about: "Bitstream of a card behind XRT: required for these cards, refused for other devices.",
     missing: Some("a card behind XRT needs its bitstream; add `xclbin=FILE`"),
 };
-const ENGINE: Key = Key::optional("engine", KERNEL, "Kernel of the engine in a bitstream for XRT.");
-const HOSTCTRL: Key =
-    Key::optional("hostctrl", KERNEL, "Kernel that starts the engine's calls in a bitstream for XRT.");
+const ENGINE: Key =
+    Key::optional("engine", KERNEL, "ccl_offload:{ccl_offload_1}", "Kernel of the engine in a bitstream for XRT.");
+const HOSTCTRL: Key = Key::optional(
+    "hostctrl",
+    KERNEL,
+    "hostctrl:{hostctrl_1_0}",
+    "Kernel that starts the engine's calls in a bitstream for XRT.",
+);
 const KERNEL: &str = "the name of a kernel, as KERNEL:{INSTANCE}";
 /// Names of the kernels of a design with one engine, as in ACCL's own bitstreams.
 const ENGINE_KERNEL: &str = "ccl_offload:{ccl_offload_0}";
