@@ -369,7 +369,11 @@ class Layers(unittest.TestCase):
         self.assertIn("exec/run imports driver", problems[0])
         upwards = {("plan",): "use crate::exec::run::Run;", ("exec", "run"): ""}
         self.assertEqual(len(list(layers.climbs("accl-executor", layers.imports_of(upwards)))), 1)
-        planted = {("driver", "waiting"): "use crate::session::create::refuse_group;", ("session", "create"): "", ("new",): ""}
+        planted = {
+            ("driver", "waiting"): "use crate::session::create::refuse_group;",
+            ("session", "create"): "",
+            ("new",): "",
+        }
         problems = "\n".join(layers.climbs("accl-engine", layers.imports_of(planted)))
         self.assertIn("driver/waiting imports session/create, which is above it", problems)
         self.assertIn("new has no place in the order", problems)
