@@ -357,6 +357,17 @@ class Layers(unittest.TestCase):
         table = {"t": "mod row; const ROWS: &[u8] = &[row::ROW];", "t_row": "use super::Kind;"}
         self.assertEqual(len(self.circles(**table)), 1)
 
+    def test_code_behind_an_item_of_tests_counts_and_the_item_does_not(self) -> None:
+        for item in (
+            "#[cfg(test)]\nmod tests;",
+            "#[cfg(test)] mod tests;",
+            "#[cfg(all(test, not(x)))]\nfn f() {\n  { crate::c::g() }\n}",
+        ):
+            circle = self.circles(a=f"{item}\nuse crate::b::B;", b="use crate::a::A;", c="use crate::a::A;")
+            self.assertEqual(len(circle), 1, item)
+            self.assertIn("circle: a, b", circle[0])
+            self.assertEqual(len(list(layers.impure_lines(f"{item}\nuse std::env;", "lib.rs"))), 1, item)
+
     def test_files_without_a_circle_are_accepted(self) -> None:
         self.assertEqual(self.circles(a="use crate::b::B;", b="use std::fmt;", lib="mod a; mod b; pub use a::A;"), [])
         self.assertEqual(self.circles(t="mod row; pub use kind::Kind;", t_row="use super::Kind;", t_kind=""), [])

@@ -9,7 +9,7 @@ use accl_types::Result;
 
 use crate::call::Descriptor;
 use crate::control::About;
-use crate::driver::Settings;
+use crate::settings::Settings;
 
 pub use crate::memory::Memory;
 

@@ -6,8 +6,8 @@
 use accl_types::{Collective, Dtype, Rank, ReduceOp};
 
 use crate::call::Operation;
-use crate::driver::Settings;
 use crate::memory_map::{DataType, Network, ReduceFunction};
+use crate::settings::Settings;
 
 /// A collective, as torch requests it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -26,20 +26,15 @@ pub struct CollectiveRequest {
     pub equal_blocks: bool,
 }
 
-/// Executor of a collective.
+/// The calls of a device that a collective becomes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Route {
-    /// The device runs this operation on elements of this type.
-    Device {
-        /// Operation of the device.
-        operation: Operation,
-        /// Element type that the device uses.
-        elements: DataType,
-        /// Reduction function of the device.
-        function: ReduceFunction,
-    },
-    /// The host runs the collective, for the reason given.
-    Host(&'static str),
+pub struct DeviceRoute {
+    /// Operation of the device.
+    pub operation: Operation,
+    /// Element type that the device uses.
+    pub elements: DataType,
+    /// Reduction function of the device.
+    pub function: ReduceFunction,
 }
 
 /// Buffer of a call.
@@ -95,8 +90,11 @@ pub struct Pieces {
     takes: bool,
 }
 
-/// Returns who runs a collective. The result is the same on all ranks.
-pub fn route(request: &CollectiveRequest, settings: &Settings) -> Route {
+/// Returns the device's calls for a collective. The result is the same on all ranks.
+///
+/// # Errors
+/// The reason, in a clause, why the host runs the collective.
+pub fn route(request: &CollectiveRequest, settings: &Settings) -> Result<DeviceRoute, &'static str> {
     let operation = match request.collective {
         Collective::AllReduce => Operation::AllReduce,
         Collective::ReduceScatter => Operation::ReduceScatter,
@@ -106,17 +104,17 @@ pub fn route(request: &CollectiveRequest, settings: &Settings) -> Route {
         Collective::Gather => Operation::Gather,
         Collective::Scatter => Operation::Scatter,
         Collective::AllToAll => Operation::AllToAll,
-        Collective::Barrier => return Route::Host("barriers run between hosts"),
-        Collective::Send | Collective::Recv => return Route::Host("a device cannot make sends wait for receives"),
+        Collective::Barrier => return Err("barriers run between hosts"),
+        Collective::Send | Collective::Recv => return Err("a device cannot make sends wait for receives"),
     };
     if !request.equal_blocks {
-        return Route::Host("a device needs blocks of equal size");
+        return Err("a device needs blocks of equal size");
     }
     if operation == Operation::AllToAll && settings.network != Network::Rdma {
-        return Route::Host("all_to_all on a device needs RDMA");
+        return Err("all_to_all on a device needs RDMA");
     }
     if !operation.row().reduces {
-        return Route::Device { operation, elements: DataType::Bytes, function: ReduceFunction::Sum };
+        return Ok(DeviceRoute { operation, elements: DataType::Bytes, function: ReduceFunction::Sum });
     }
     let elements = match request.dtype {
         Dtype::F16 => DataType::F16,
@@ -124,14 +122,14 @@ pub fn route(request: &CollectiveRequest, settings: &Settings) -> Route {
         Dtype::F64 => DataType::F64,
         Dtype::I32 => DataType::I32,
         Dtype::I64 => DataType::I64,
-        _ => return Route::Host("a device has no arithmetic for this type"),
+        _ => return Err("a device has no arithmetic for this type"),
     };
     let is_whole = matches!(elements, DataType::I32 | DataType::I64);
     match request.op {
-        ReduceOp::Sum => Route::Device { operation, elements, function: ReduceFunction::Sum },
-        ReduceOp::Max if is_whole => Route::Device { operation, elements, function: ReduceFunction::Max },
-        ReduceOp::Max => Route::Host("a device does not support NaN in MAX"),
-        _ => Route::Host("a device supports only SUM and MAX"),
+        ReduceOp::Sum => Ok(DeviceRoute { operation, elements, function: ReduceFunction::Sum }),
+        ReduceOp::Max if is_whole => Ok(DeviceRoute { operation, elements, function: ReduceFunction::Max }),
+        ReduceOp::Max => Err("a device does not support NaN in MAX"),
+        _ => Err("a device supports only SUM and MAX"),
     }
 }
 

@@ -4,10 +4,12 @@ use std::net::Ipv4Addr;
 
 use accl_types::{Collective, Dtype, Rank, ReduceOp};
 
-use crate::device::{Design, FIRST_PORT, keys};
-use crate::driver::{Peer, Settings};
+use crate::design::Design;
+use crate::device::FIRST_PORT;
 use crate::hazards::HAZARDS;
-use crate::offload::{CollectiveRequest, Route, route};
+use crate::offload::{CollectiveRequest, route};
+use crate::parse::keys;
+use crate::settings::{Peer, Settings};
 
 const HEAD: &str = "# Devices: keys, routes, hazards\n\n\
     Generated from the tables of `crates/accl-cclo`; do not edit. [devices.md](devices.md) explains devices and how a group gets one.\n\n";
@@ -65,12 +67,12 @@ fn routes(collective: Collective, design: Design) -> (String, String) {
     };
     if !collective.reduces() {
         return match to(ReduceOp::Sum, Dtype::F32) {
-            Route::Device { .. } => ("every dtype".to_owned(), "blocks of unequal sizes".to_owned()),
-            Route::Host(why) => ("-".to_owned(), format!("all: {why}")),
+            Ok(_) => ("every dtype".to_owned(), "blocks of unequal sizes".to_owned()),
+            Err(why) => ("-".to_owned(), format!("all: {why}")),
         };
     }
     let on_device = |op: ReduceOp| -> Vec<&'static str> {
-        let dtypes = Dtype::ALL.iter().filter(|dtype| matches!(to(op, **dtype), Route::Device { .. }));
+        let dtypes = Dtype::ALL.iter().filter(|dtype| to(op, **dtype).is_ok());
         dtypes.map(|dtype| dtype.name()).collect()
     };
     let device: Vec<String> = ReduceOp::ALL

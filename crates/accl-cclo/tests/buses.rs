@@ -5,7 +5,8 @@ use std::collections::BTreeSet;
 use std::path::Path;
 
 use accl_cclo::buses::{self, BUSES};
-use accl_cclo::device::{BusKind, Design, DeviceUrl, Key, Open, SHARED_KEYS, keys};
+use accl_cclo::device::{BusKind, Design, DeviceUrl, Key, Open, SHARED_KEYS};
+use accl_cclo::parse::keys;
 use accl_types::ErrorKind;
 use proptest::prelude::*;
 use proptest::sample::Index;

@@ -10,11 +10,9 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{self, Sender};
 
-use accl_cclo::call::Operation;
 use accl_cclo::device::DeviceUrl;
 use accl_cclo::driver::Settings;
-use accl_cclo::memory_map::{DataType, ReduceFunction};
-use accl_cclo::offload::{self, CollectiveRequest};
+use accl_cclo::offload::{CollectiveRequest, DeviceRoute, route};
 use accl_engine::offload::{Offload, PacketLinks, Route};
 use accl_engine::sync::Mutex;
 use accl_engine::{CallDesc, External, ExternalTask, PacketSink};
@@ -37,14 +35,6 @@ pub(super) struct Device {
     port: Arc<Port>,
     /// `None` once the group was left: no more tasks are accepted.
     tasks: Mutex<Option<Sender<DeviceTask>>>,
-}
-
-/// The calls of a device that a collective becomes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct DeviceRoute {
-    pub(super) operation: Operation,
-    pub(super) elements: DataType,
-    pub(super) function: ReduceFunction,
 }
 
 /// A collective that the thread is to do.
@@ -86,12 +76,7 @@ impl Device {
             block_bytes: 0,
             equal_blocks: desc.has_equal_blocks(),
         };
-        match offload::route(&request, &self.settings) {
-            offload::Route::Device { operation, elements, function } => {
-                Ok(DeviceRoute { operation, elements, function })
-            }
-            offload::Route::Host(why) => Err(why),
-        }
+        route(&request, &self.settings)
     }
 
     pub(super) fn url(&self) -> &DeviceUrl {

@@ -14,11 +14,11 @@ use accl_cclo::call::{Descriptor, Operation};
 use accl_cclo::device::DeviceUrl;
 use accl_cclo::driver::{Driver, Pauses, Settings};
 use accl_cclo::memory_map::{DataType, ReduceFunction};
-use accl_cclo::offload::{CollectiveRequest, Piece, Pieces};
+use accl_cclo::offload::{CollectiveRequest, DeviceRoute, Piece, Pieces};
 use accl_engine::{CollectiveMemory, ExternalCollective, ExternalTask, TensorDesc, block_signals, now};
 use accl_types::{Collective, Error, ErrorKind, Moment, Result};
 
-use super::handle::{DeviceRoute, DeviceTask};
+use super::handle::DeviceTask;
 use super::port::Port;
 use super::shared::{DeviceState, LAST_WORDS, OpenBus};
 use super::staging::{STAGING_BYTES, Segment, Staging, Until};

@@ -8,10 +8,11 @@ use std::time::{Duration, Instant};
 
 use accl_cclo::bus::Bus;
 use accl_cclo::buses;
-use accl_cclo::device::{DeviceUrl, Open, keys};
+use accl_cclo::device::{DeviceUrl, Open};
 use accl_cclo::driver::{Picture, Settings, reset};
-use accl_cclo::offload::{CollectiveRequest, Route, route};
+use accl_cclo::offload::{CollectiveRequest, route};
 use accl_cclo::packets::Packets;
+use accl_cclo::parse::keys;
 use accl_device::OpenBus;
 use accl_emulator::sim::SimBus;
 use accl_emulator::{Faithful, command};
@@ -97,8 +98,8 @@ fn device_facts<'py>(py: Python<'py>, text: &str, world: u32) -> PyResult<Bound<
                 let request =
                     CollectiveRequest { collective, dtype, op, root: Rank(0), block_bytes: 0, equal_blocks: true };
                 let (device, why) = match route(&request, &settings) {
-                    Route::Device { .. } => (true, ""),
-                    Route::Host(why) => (false, why),
+                    Ok(_) => (true, ""),
+                    Err(why) => (false, why),
                 };
                 let op = collective.reduces().then(|| op.name());
                 routes.push((collective.name(), op, dtype.name(), device, why));

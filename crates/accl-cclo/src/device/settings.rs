@@ -9,9 +9,10 @@ use std::path::Path;
 use accl_types::{Error, ErrorKind, Result, show_size};
 
 use super::ranks::{self, FIRST_PORT, RankLine};
-use super::url::{Design, DeviceUrl, Sessions, memory_name};
-use crate::driver::{Peer, Settings, Tables};
+use super::url::{DeviceUrl, Sessions, memory_name};
+use crate::design::Design;
 use crate::memory_map::NO_SESSION;
+use crate::settings::{Peer, Settings, Tables};
 
 /// Size of the largest eager message in bytes. Reductions are eager, so their calls are split into messages of this size.
 const EAGER_BYTES: u32 = 4 << 20;
@@ -67,7 +68,7 @@ impl DeviceUrl {
     }
 
     /// Checks the values of the keys, without knowledge of the ranks.
-    pub(super) fn check_alone(&self) -> Result<()> {
+    pub(crate) fn check_alone(&self) -> Result<()> {
         let some_peer = Peer { ip: Ipv4Addr::LOCALHOST, port: FIRST_PORT, session: 0 };
         self.check(&self.sized(0, vec![some_peer]))
     }

@@ -1,7 +1,7 @@
 //! A device URL as data, and the kinds of bus that a URL can name.
 //!
 //! Owns both types, because each refers to the other: a URL has a kind, and a kind has functions of a URL. Does not know any kind of bus: they are in
-//! [`crate::buses`], one file for each. The parser is in `parse.rs`, and the driver settings are in `settings.rs`. Read [`BusKind`] first.
+//! [`crate::buses`], one file for each. The parser is in `parse`, and the driver settings are in `settings.rs`. Read [`BusKind`] first.
 
 use std::fmt;
 use std::net::SocketAddrV4;
@@ -10,26 +10,27 @@ use std::path::{Path, PathBuf};
 use accl_types::{Error, ErrorKind, Result, show_size};
 
 use crate::bus::{Bus, Memory};
-use crate::memory_map::{DataType, Network};
+use crate::design::Design;
+use crate::memory_map::DataType;
 
 /// A device, as `device=` names it. [`DeviceUrl::parse`] and [`fmt::Display`] are inverse to each other. Omitted keys are stored as `None`; accessors
 /// such as [`DeviceUrl::design`] return their defaults.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DeviceUrl {
-    pub(super) bus: &'static BusKind,
-    pub(super) address: DeviceAddress,
+    pub(crate) bus: &'static BusKind,
+    pub(crate) address: DeviceAddress,
     /// Names and values of the given keys that only this bus accepts, in the order of [`BusKind::keys`].
-    pub(super) own: Vec<(&'static str, String)>,
+    pub(crate) own: Vec<(&'static str, String)>,
     /// Network design of the device, if given; see [`DeviceUrl::design`].
-    pub(super) design: Option<Design>,
+    pub(crate) design: Option<Design>,
     /// Path of a file with the addresses of all ranks; see [`DeviceUrl::ranks_file`].
-    pub(super) ranks: Option<PathBuf>,
-    pub(super) rx_buffers: Option<u32>,
-    pub(super) rx_bytes: Option<u32>,
-    pub(super) eager: Option<u32>,
-    pub(super) rendezvous: Option<u32>,
-    pub(super) memory: Option<Memory>,
-    pub(super) compression: Option<Wire>,
+    pub(crate) ranks: Option<PathBuf>,
+    pub(crate) rx_buffers: Option<u32>,
+    pub(crate) rx_bytes: Option<u32>,
+    pub(crate) eager: Option<u32>,
+    pub(crate) rendezvous: Option<u32>,
+    pub(crate) memory: Option<Memory>,
+    pub(crate) compression: Option<Wire>,
 }
 
 /// Kind of bus: a row of [`crate::buses::BUSES`]. Its functions may be called from any thread. They open nothing, except for `open` and files that a
@@ -95,17 +96,6 @@ pub struct DeviceAddress {
     pub text: String,
     /// Path of the ranks file, if the address names one. The bus looks the names of hosts in this file up, so they need not be IPv4 addresses.
     pub ranks_file: Option<PathBuf>,
-}
-
-/// Network design that engines were built for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Design {
-    /// Datagrams (UDP).
-    Udp,
-    /// Streams (TCP).
-    Tcp,
-    /// Queue pairs of Coyote (RDMA).
-    CytRdma,
 }
 
 /// Representation of float32 between devices.
@@ -180,7 +170,7 @@ pub const SHARED_KEYS: [Key; 8] = [
 
 impl DeviceUrl {
     /// Returns a device without any shared key.
-    pub(super) fn at(bus: &'static BusKind, address: DeviceAddress, own: Vec<(&'static str, String)>) -> Self {
+    pub(crate) fn at(bus: &'static BusKind, address: DeviceAddress, own: Vec<(&'static str, String)>) -> Self {
         Self {
             bus,
             address,
@@ -290,7 +280,7 @@ impl fmt::Display for DeviceUrl {
 
 impl BusKind {
     /// Returns the form of the URLs without keys, as messages about keys show it.
-    pub(super) fn short_form(&self) -> &'static str {
+    pub(crate) fn short_form(&self) -> &'static str {
         let form = self.forms.first().copied().unwrap_or(self.scheme);
         form.split_once('?').map_or(form, |(form, _)| form)
     }
@@ -330,35 +320,6 @@ impl From<String> for DeviceAddress {
     }
 }
 
-impl Design {
-    /// Returns the value of the key `design`.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Udp => "udp",
-            Self::Tcp => "tcp",
-            Self::CytRdma => "cyt_rdma",
-        }
-    }
-
-    /// Returns the design whose engines use this network.
-    pub fn of(network: Network) -> Self {
-        match network {
-            Network::Udp => Self::Udp,
-            Network::Tcp => Self::Tcp,
-            Network::Rdma => Self::CytRdma,
-        }
-    }
-
-    /// Returns the network of the design.
-    pub fn network(self) -> Network {
-        match self {
-            Self::Udp => Network::Udp,
-            Self::Tcp => Network::Tcp,
-            Self::CytRdma => Network::Rdma,
-        }
-    }
-}
-
 impl Wire {
     /// Returns the value of the key `compression`.
     pub fn name(self) -> &'static str {
@@ -374,6 +335,6 @@ impl Wire {
     }
 }
 
-pub(super) fn memory_name(memory: Memory) -> &'static str {
+pub(crate) fn memory_name(memory: Memory) -> &'static str {
     if memory.is_host() { "host" } else { "device" }
 }

@@ -7,10 +7,10 @@ use std::fmt;
 
 use accl_types::Result;
 
-use super::tables::Ranks;
 use crate::bus::Bus;
 use crate::memory_map::{self as map, Communicator, RxBuffer, RxStatus, TableRegion};
 use crate::return_code::ReturnCode;
+use crate::settings::Ranks;
 
 /// Maximum numbers of ranks and of rx buffers that a message names. No more of them are read.
 const MOST_RANKS: usize = 8;

@@ -10,14 +10,14 @@ use accl_types::{Error, ErrorKind, Result};
 
 use super::diagnosis::Diagnosis;
 use super::pauses::Pauses;
-use super::settings::{MAX_RX_BUFFERS, Settings};
-use super::tables::Ranks;
 use crate::bus::Bus;
 use crate::call::{ConfigFunction, Descriptor};
 use crate::memory_map::{
     self as map, Communicator, HardwareId, REGISTERS, Register, RxBuffer, TableAllocator, TableRegion,
 };
 use crate::return_code::ReturnCode;
+use crate::settings::Ranks;
+use crate::settings::{MAX_RX_BUFFERS, Settings};
 
 /// How long a device may take to complete a reset. If no call holds the device, a reset takes less than a millisecond.
 pub(super) const RESET_PATIENCE: Duration = Duration::from_secs(5);

@@ -12,20 +12,16 @@ mod pauses;
 mod queue;
 mod refusals;
 mod set_up;
-mod settings;
-mod tables;
 #[cfg(test)]
 mod tests;
 
+pub use crate::settings::{MAX_RX_BUFFERS, Peer, Settings};
 pub(crate) use claim::claim;
 pub use diagnosis::Diagnosis;
 pub use elements::Elements;
 pub use inspect::{Picture, reset};
 pub use pauses::Pauses;
 pub use queue::{Finished, RequestId};
-pub use settings::{MAX_RX_BUFFERS, Peer, Settings};
-use tables::Ranks;
-pub(crate) use tables::Tables;
 
 use std::time::Duration;
 
@@ -35,6 +31,7 @@ use crate::bus::Bus;
 use crate::call::{Counts, Descriptor, Hosts, Operation};
 use crate::memory_map::{self as map, ArithmeticConfig, DataType, HardwareId};
 use crate::return_code::ReturnCode;
+use crate::settings::{Ranks, Tables};
 use queue::{CallState, Queue};
 
 /// Time limit for reading from a device why a call does not end.

@@ -5,9 +5,9 @@
 
 use accl_types::{Error, ErrorKind, Result};
 
-use super::settings::Settings;
 use crate::call::{ANY_TAG, Counts, Descriptor, Operation};
 use crate::memory_map::{ArithmeticConfig, Network};
+use crate::settings::Settings;
 
 /// Maximum number of a kernel stream.
 const MAX_STREAM: u32 = 246;
@@ -150,8 +150,8 @@ fn empty_share(call: &Descriptor, ranks: u64, segment: u64) -> Option<u64> {
 mod tests {
     use super::*;
     use crate::call::{Compression, Hosts, Streams};
-    use crate::driver::Peer;
     use crate::memory_map::ARITHMETIC_CONFIGS;
+    use crate::settings::Peer;
 
     const SINGLE: ArithmeticConfig = ARITHMETIC_CONFIGS[2];
 

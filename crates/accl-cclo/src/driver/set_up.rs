@@ -12,13 +12,13 @@ use super::claim::claim;
 use super::inspect::{self, RESET_PATIENCE, await_reset, held};
 use super::pauses::Pauses;
 use super::queue::Queue;
-use super::settings::Settings;
-use super::tables::Tables;
 use crate::bus::{Bus, Memory};
 use crate::call::{ConfigFunction, Descriptor};
 use crate::control::About;
-use crate::device::Design;
+use crate::design::Design;
 use crate::memory_map::{self as map, HardwareId, RxBuffer};
+use crate::settings::Settings;
+use crate::settings::Tables;
 
 /// Timeout value written to firmware, which never uses it.
 const FIRMWARE_TIMEOUT: u32 = 1_000_000;

@@ -5,7 +5,7 @@ use accl_cclo::bus::{Bus, Memory};
 use accl_cclo::call::Descriptor;
 use accl_cclo::driver::{Driver, Settings};
 use accl_cclo::memory_map::{DataType, Network};
-use accl_cclo::offload::{CollectiveRequest, PieceBuffer, Pieces, Route, route};
+use accl_cclo::offload::{CollectiveRequest, DeviceRoute, PieceBuffer, Pieces, route};
 use accl_emulator::Faithful;
 use accl_emulator::local::{LocalBus, LocalEngines};
 use accl_types::{Collective, Dtype, Rank, ReduceOp};
@@ -84,7 +84,7 @@ fn expected(request: &CollectiveRequest, world: u32, rank: u32) -> (Vec<u8>, Opt
 fn run(drivers: Vec<Driver<LocalBus>>, request: &CollectiveRequest) -> (Vec<Driver<LocalBus>>, Result<(), String>) {
     let world = drivers.len() as u32;
     let memory = drivers[0].settings().memory;
-    let Route::Device { operation, elements, function } = route(request, drivers[0].settings()) else {
+    let Ok(DeviceRoute { operation, elements, function }) = route(request, drivers[0].settings()) else {
         return (drivers, Err("it goes to the host".to_owned()));
     };
     let mut ranks: Vec<Member> = Vec::new();
@@ -211,7 +211,7 @@ fn what_a_device_cannot_do_goes_to_the_host_with_a_reason() {
         block_bytes: 64,
         equal_blocks: true,
     };
-    let goes_to_host = |request: CollectiveRequest| matches!(route(&request, &on), Route::Host(_));
+    let goes_to_host = |request: CollectiveRequest| route(&request, &on).is_err();
     assert!(!goes_to_host(all_reduce));
     for dtype in [Dtype::Bool, Dtype::BF16, Dtype::U8, Dtype::I16, Dtype::C64] {
         assert!(goes_to_host(CollectiveRequest { dtype, ..all_reduce }), "{dtype:?}");
@@ -228,9 +228,6 @@ fn what_a_device_cannot_do_goes_to_the_host_with_a_reason() {
     for collective in [Collective::Barrier, Collective::Send, Collective::Recv, Collective::AllToAll] {
         assert!(goes_to_host(CollectiveRequest { collective, ..all_reduce }), "{collective:?}");
     }
-    let elements = |dtype| match route(&CollectiveRequest { dtype, ..all_reduce }, &on) {
-        Route::Device { elements, .. } => Some(elements),
-        Route::Host(_) => None,
-    };
+    let elements = |dtype| route(&CollectiveRequest { dtype, ..all_reduce }, &on).ok().map(|route| route.elements);
     assert_eq!(elements(Dtype::F16), Some(DataType::F16));
 }

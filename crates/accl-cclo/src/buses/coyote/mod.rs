@@ -24,8 +24,9 @@ use crate::bus::{Bus, Memory};
 use crate::call::Descriptor;
 use crate::cards;
 use crate::device::{BusKind, Design, DeviceUrl, Open, Sessions};
-use crate::driver::{Settings, claim};
+use crate::driver::claim;
 use crate::memory_map::EXCHANGE_MEMORY_BYTES;
+use crate::settings::Settings;
 use calls::{Calls, DriverRequest, MAX_WORDS, PAGE_BYTES};
 use kernel::Kernel;
 

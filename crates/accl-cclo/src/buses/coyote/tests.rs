@@ -8,8 +8,8 @@ use super::kernel::Kernel;
 use super::{CoyoteBus, QueuePair, missing};
 use crate::bus::{Bus, Memory};
 use crate::call::{Compression, Descriptor, Hosts, Operation, Streams};
-use crate::driver::{Peer, Settings};
 use crate::memory_map as map;
+use crate::settings::{Peer, Settings};
 
 /// Operations in the order in which they were performed.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -19,7 +19,7 @@ use crate::bus::{Bus, Memory};
 use crate::call::Descriptor;
 use crate::control::{About, Reply, Request, Status, difference};
 use crate::device::{BusKind, Design, Open, Sessions};
-use crate::driver::Settings;
+use crate::settings::Settings;
 use address::{Address, emulator_of};
 use zmtp::{Failure, Requester};
 

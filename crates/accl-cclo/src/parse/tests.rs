@@ -1,8 +1,9 @@
 use proptest::prelude::*;
 
-use super::{Design, DeviceUrl, SHARED_KEYS, Wire, keys};
+use super::keys;
 use crate::bus::Memory;
 use crate::buses::BUSES;
+use crate::device::{Design, DeviceUrl, SHARED_KEYS, Wire};
 use crate::memory_map::{DataType, NO_SESSION, Network};
 
 fn parsed(text: &str) -> DeviceUrl {

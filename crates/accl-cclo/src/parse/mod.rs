@@ -5,9 +5,13 @@
 
 use accl_types::{Error, ErrorKind, Result, nearest, parse_size};
 
-use super::url::{Design, DeviceUrl, Key, SHARED_KEYS, Wire, memory_name};
+#[cfg(test)]
+mod tests;
+
 use crate::bus::Memory;
 use crate::buses::BUSES;
+use crate::design::Design;
+use crate::device::{DeviceUrl, Key, SHARED_KEYS, Wire, memory_name};
 
 const DESIGNS: [Design; 3] = [Design::Udp, Design::Tcp, Design::CytRdma];
 const MEMORIES: [Memory; 2] = [Memory::Host, Memory::Device];

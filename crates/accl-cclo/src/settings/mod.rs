@@ -1,4 +1,6 @@
-//! Parameters with which a device is set up.
+//! Parameters with which a device is set up, and the tables that follow from them.
+
+mod tables;
 
 use std::net::Ipv4Addr;
 
@@ -6,6 +8,8 @@ use accl_types::{Error, ErrorKind, Result};
 
 use crate::memory::Memory;
 use crate::memory_map::{Communicator, NO_SESSION, Network, RankEntry};
+
+pub(crate) use tables::{Ranks, Tables};
 
 /// Maximum number of rx buffers that firmware supports.
 pub const MAX_RX_BUFFERS: u32 = 512;

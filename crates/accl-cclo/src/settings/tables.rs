@@ -2,7 +2,7 @@
 
 use accl_types::{Error, ErrorKind, Result};
 
-use super::settings::Settings;
+use super::Settings;
 use crate::memory_map::{
     ARITHMETIC_CONFIGS, ArithmeticConfig, Communicator, NoRoom, RxBuffer, TableAllocator, TableRegion,
 };
