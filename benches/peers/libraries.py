@@ -139,7 +139,7 @@ ONECCL = {
 
 # Ranks pin themselves, all in the same way, so launchers must not.
 LIBRARIES = (
-    Library("accl", "accl engine", Level.ENGINE, ("{accl}",), at_home=True, note="`Group::run`, no torch"),
+    Library("accl", "accl engine", Level.ENGINE, ("{accl}",), at_home=True, note="`Group::submit_blocking`, no torch"),
     Library(
         "accl_unchecked",
         "accl engine without signature checks",

@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use accl_engine::{CallDesc, Engine, Group, GroupRole, GroupSpec, Mode, config_from_environment};
 use accl_schedule::Algorithm;
-use accl_testkit::{DirStore, finish_ran};
+use accl_testkit::{DirStore, finish_submitted};
 use accl_types::{Collective, Error, Rank, Result};
 
 use crate::board::{Board, Span, now};
@@ -229,13 +229,13 @@ impl Drop for RunningRank {
 /// Runs the calls that count as one.
 fn call(group: &Arc<Group>, descs: &mut [CallDesc]) -> Result<()> {
     match descs {
-        [one] if one.mode == Mode::Blocking => finish_ran(&group.run(one)?),
+        [one] if one.mode == Mode::Blocking => finish_submitted(&group.submit_blocking(one)?),
         all if all.iter().all(|one| one.mode == Mode::Blocking) => {
-            all.iter_mut().try_for_each(|one| finish_ran(&group.run(one)?))
+            all.iter_mut().try_for_each(|one| finish_submitted(&group.submit_blocking(one)?))
         }
         all => {
-            let begun: Vec<_> = all.iter_mut().map(|one| group.run(one)).collect::<Result<_>>()?;
-            begun.iter().try_for_each(finish_ran)
+            let begun: Vec<_> = all.iter_mut().map(|one| group.submit_blocking(one)).collect::<Result<_>>()?;
+            begun.iter().try_for_each(finish_submitted)
         }
     }
 }

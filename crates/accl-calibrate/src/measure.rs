@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use accl_engine::{
-    Blocks, CallDesc, Engine, Group, GroupRole, GroupSpec, MemoryStore, Ran, TensorDesc, Waited, block_signals,
+    Blocks, CallDesc, Engine, Group, GroupRole, GroupSpec, MemoryStore, Submitted, TensorDesc, Waited, block_signals,
 };
 use accl_schedule::cost::{Machine, SIZES};
 use accl_types::config::{Calibration, Config};
@@ -283,9 +283,9 @@ impl CalibrationRank {
     }
 
     fn call(&self, desc: &mut CallDesc) -> Result<()> {
-        let call = match self.group.run(desc)? {
-            Ran::Done(_) => return Ok(()),
-            Ran::Pending(call) => *call,
+        let call = match self.group.submit_blocking(desc)? {
+            Submitted::Done(_) => return Ok(()),
+            Submitted::Pending(call) => *call,
         };
         match call.wait(None, &mut || false) {
             Waited::Done => Ok(()),

@@ -7,7 +7,7 @@ use std::time::Duration;
 use accl_engine::{Group, GroupRole, GroupSpec, MemoryStore};
 use accl_schedule::cost::{IntraNode, Machine, Placement};
 use accl_schedule::{Basis, Chooser, Topology};
-use accl_testkit::{Member, finish_ran};
+use accl_testkit::{Member, finish_submitted};
 use accl_types::config::{Calibration, Config};
 use accl_types::{Bytes, Collective, ErrorKind, Rank, ReduceOp, Result};
 
@@ -98,7 +98,7 @@ fn ranks_with_conflicting_constants_take_those_of_the_first() {
             assert!(data.iter().all(|&sum| sum == 10.0));
         }
         let mut desc = accl_engine::CallDesc::new(Collective::Barrier, accl_types::Dtype::U8);
-        finish_ran(&group.run(&mut desc).unwrap()).unwrap();
+        finish_submitted(&group.submit_blocking(&mut desc).unwrap()).unwrap();
     });
 }
 

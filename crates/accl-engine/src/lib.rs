@@ -1,7 +1,7 @@
 //! Groups, plan cache, executor, progress and deadlines: the middle layer of torch-accl.
 //!
 //! This crate does not depend on torch, Python or MPI. Devices and other libraries execute calls through [`offload`].
-//! Read [`Engine`], then [`Group::submit`] and [`Group::run`], then [`Call`].
+//! Read [`Engine`], then [`Group::submit`] and [`Group::submit_blocking`], then [`Call`].
 
 mod api;
 mod attempts;
@@ -40,7 +40,7 @@ pub use accl_executor::memory::CollectiveMemory;
 pub use accl_executor::peers::Traffic;
 pub use api::call::Call;
 pub use api::error_stats::ErrorStats;
-pub use api::group::{Group, Ran};
+pub use api::group::{Group, Submitted};
 pub use api::snapshot::{CallSnapshot, GroupSnapshot, PeerSnapshot, Snapshot};
 pub use engine::Engine;
 pub use env::{cache_home, config_from_environment, unused_variables};

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use accl_engine::offload::OffloadKind;
 use accl_engine::{
-    Blocks, Call, CallDesc, Engine, GroupRole, GroupSpec, Mode, Phases, Ran, TensorDesc, Waited as EngineWaited,
+    Blocks, Call, CallDesc, Engine, GroupRole, GroupSpec, Mode, Phases, Submitted, TensorDesc, Waited as EngineWaited,
 };
 use accl_types::config::{Config, LogLevel, ProfileNames};
 use accl_types::{Collective, Dtype, Elems, Error, ErrorKind, Rank, ReduceOp, Result};
@@ -289,9 +289,9 @@ fn unless_interrupted(wait: impl FnOnce(&mut dyn FnMut() -> bool) -> Result<()>)
 
 /// Issues a call and waits for it, for [`group_call`].
 pub(crate) fn complete(group: &accl_engine::Group, desc: &mut CallDesc) -> Result<Waited> {
-    let call = match group.run(desc)? {
-        Ran::Done(_) => return Ok(Waited::plain(Outcome::Done)),
-        Ran::Pending(call) => *call,
+    let call = match group.submit_blocking(desc)? {
+        Submitted::Done(_) => return Ok(Waited::plain(Outcome::Done)),
+        Submitted::Pending(call) => *call,
     };
     let leaving = Leaving { group, call: &call };
     let waited = call.wait(None, &mut ffi::python_interrupted);

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use accl_engine::{Blocks, Call, CallDesc, Group, Mode, Ran, TensorDesc, Waited};
+use accl_engine::{Blocks, Call, CallDesc, Group, Mode, Submitted, TensorDesc, Waited};
 use accl_types::{Collective, Dtype, Elems, Error, Rank, ReduceOp, Result};
 
 /// A rank of a world's group.
@@ -63,7 +63,7 @@ impl Member {
     /// # Errors
     /// The error of the submission or of the call.
     pub fn call(&self, mut desc: CallDesc) -> Result<()> {
-        finish_ran(&self.group.run(&mut desc)?)
+        finish_submitted(&self.group.submit_blocking(&mut desc)?)
     }
 
     /// Reduces all ranks' data with `op`, in place.
@@ -221,10 +221,10 @@ impl Member {
 ///
 /// # Errors
 /// See [`finish`].
-pub fn finish_ran(ran: &Ran) -> Result<()> {
+pub fn finish_submitted(ran: &Submitted) -> Result<()> {
     match ran {
-        Ran::Done(_) => Ok(()),
-        Ran::Pending(call) => finish(call),
+        Submitted::Done(_) => Ok(()),
+        Submitted::Pending(call) => finish(call),
     }
 }
 

@@ -12,7 +12,7 @@ mod transports;
 mod world;
 
 pub use accl_engine::MemoryStore;
-pub use calls::{Element, Member, finish, finish_ran};
+pub use calls::{Element, Member, finish, finish_submitted};
 pub use dir_store::DirStore;
 pub use rigged::{EXPLODES, LinkFunction, Rig, Rigged};
 pub use transports::{Library, THRIFTY, every_transport, library};

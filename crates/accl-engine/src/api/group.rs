@@ -9,12 +9,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use accl_types::{Collective, Error, Moment, Rank, Result};
+use accl_types::{Collective, Error, Rank, Result};
 
 use super::call::Call;
 use super::default_codec::DefaultCodec;
 use super::planning::Planning;
 use crate::driver::Driver;
+use crate::driver::fast_turn::FastTurn;
 use crate::driver::lanes::Announced;
 use crate::driver::waiting::{Delivery, lasting};
 use crate::engine::{Engine, LAST_BYTES, LAST_BYTES_FAILED, LAST_CALLS};
@@ -23,20 +24,17 @@ use crate::in_flight::{InFlight, Notifier};
 use crate::lanes::{Cut, Lane, Least, Parts, Starter, parts_of};
 use crate::offload::{Offload, OpenOffloads, Route};
 use crate::spec::GroupSpec;
-use crate::sync::MutexGuard;
 use crate::time;
 use accl_executor::call::{CallDesc, External};
-use accl_executor::group::{
-    Caller, Context, Core, Departure, FastPathEnd, GroupState, Launched, Notify, Prepared, WakeDecision,
-};
+use accl_executor::group::{Caller, Context, Departure, FastStart, GroupState, Notify, Prepared, Started, Stopped};
 use accl_executor::memory::Sample;
 use accl_executor::plan::Planner;
 
-/// Outcome of starting a call whose caller waits.
-pub enum Ran {
+/// A submitted call whose caller waits.
+pub enum Submitted {
     /// The call has completed; the value is its sequence number.
     Done(u64),
-    /// The call is in flight and must be waited for. It is boxed so that `Ran` fits into two words, which matters on
+    /// The call is in flight and must be waited for. It is boxed so that `Submitted` fits into two words, which matters on
     /// the fast path.
     Pending(Box<Call>),
 }
@@ -68,8 +66,8 @@ impl Drop for RoutedDesc<'_> {
 /// A component that executes a call, and its worker for the call.
 type Routed<'a> = (&'a Arc<dyn Offload>, Arc<dyn External>);
 
-fn pending(call: Call) -> Ran {
-    Ran::Pending(Box::new(call))
+fn pending(call: Call) -> Submitted {
+    Submitted::Pending(Box::new(call))
 }
 
 /// Components that a group's handle needs.
@@ -137,8 +135,8 @@ impl Group {
         make_phases(&desc);
         let default = self.default_codec_of(&desc);
         match self.route(&desc, default) {
-            Some(routed) => self.start_offloaded(&mut desc, routed),
-            None => self.submit_with(&desc, default),
+            Some(routed) => self.submit_offloaded(&mut desc, routed),
+            None => self.submit_on_host(&desc, default),
         }
     }
 
@@ -157,95 +155,60 @@ impl Group {
         })
     }
 
-    fn start_offloaded(&self, desc: &mut CallDesc, (offload, by): Routed<'_>) -> Result<Call> {
+    fn submit_offloaded(&self, desc: &mut CallDesc, (offload, by): Routed<'_>) -> Result<Call> {
         let routed = RoutedDesc::new(desc, by);
         self.start(routed.0, None, Some(offload)).map_err(|error| self.in_context(error))
     }
 
-    /// Issues a call that the caller waits for. A small call with a known shape takes the fast path on this thread if
+    /// Submits a call that the caller waits for. A small call with a known shape takes the fast path on this thread if
     /// the peers are there too. Otherwise this is [`Group::submit`].
     ///
     /// # Errors
     /// The errors of [`Group::submit`].
-    pub fn run(&self, desc: &mut CallDesc) -> Result<Ran> {
+    pub fn submit_blocking(&self, desc: &mut CallDesc) -> Result<Submitted> {
         make_phases(desc);
         let default = self.default_codec_of(desc);
         if let Some(routed) = self.route(desc, default) {
-            return self.start_offloaded(desc, routed).map(pending);
+            return self.submit_offloaded(desc, routed).map(pending);
         }
         let desc = &*desc;
-        let goes = desc.may_take_fast_path()
-            && default.is_none()
-            && !self.driver.is_forked()
-            && !self.closed.load(Ordering::Acquire);
-        if !goes {
-            return self.submit_with(desc, default).map(pending);
-        }
-        let spin_limit = self.driver.spin_limit();
-        let begin = events::follows_calls().then(time::now);
-        let mut core = self.driver.lock_briefly();
-        let is_watch = core.watch();
-        let ran = core.run_fast_path(self.caller.group, desc, spin_limit);
-        let poll_due = core.take_poll_due();
-        match ran {
-            Some(FastPathEnd::Done { seq, .. }) if !is_watch && !poll_due && begin.is_none() => {
-                self.driver.unlock(core);
-                Ok(Ran::Done(seq))
-            }
-            ran => self.after_fast_path(desc, core, ran, (is_watch, poll_due), begin),
-        }
-    }
-
-    /// Finishes a call on the fast path that needs more than the common case.
-    #[inline(never)]
-    fn after_fast_path(
-        &self,
-        desc: &CallDesc,
-        mut core: MutexGuard<'_, Core>,
-        ran: Option<FastPathEnd>,
-        (is_watch, poll_due): (bool, bool),
-        begin: Option<Moment>,
-    ) -> Result<Ran> {
-        // A stopped call must continue before another thread takes another frame.
-        let ran = match ran {
-            Some(FastPathEnd::Done { seq, .. }) => Ok(Some(Ok(seq))),
-            Some(FastPathEnd::Stopped(stopped)) => {
-                let algorithm = stopped.algorithm();
-                let notifier: Arc<Notifier> = Arc::default();
-                let launched = self.caller.resume(&mut core, desc, *stopped, notifier.clone(), time::now());
-                Ok(Some(Err((algorithm, notifier, launched))))
-            }
-            Some(FastPathEnd::Failed(error)) => Err(*error),
-            None => Ok(None),
+        let may_be_fast = desc.may_take_fast_path() && default.is_none() && !self.closed.load(Ordering::Acquire);
+        let Some(mut turn) = may_be_fast.then(|| self.driver.fast_turn()).flatten() else {
+            return self.submit_on_host(desc, default).map(pending);
         };
-        if poll_due {
-            self.driver.poll(&core);
-            core.pass_whole(time::now());
-        }
-        let decision = if is_watch { core.unwatch(time::now()) } else { WakeDecision::KeepAsleep };
-        self.driver.unlock(core);
-        self.driver.apply_wake(decision);
-        match ran {
-            Ok(Some(Ok(seq))) => {
-                if let Some(begin) = begin {
-                    let (took, bytes) = (time::now().since(begin), desc.bytes());
-                    events::ended_at_once(self.name(), self.caller.rank.0, desc.collective, seq, bytes, took);
+        match turn.start(self.caller.group, desc) {
+            Some(FastStart::Done { seq, .. }) => {
+                if let Some(took) = turn.end() {
+                    let (name, rank, bytes) = (self.name(), self.caller.rank.0, desc.bytes());
+                    events::ended_at_once(name, rank, desc.collective, seq, bytes, took);
                 }
-                Ok(Ran::Done(seq))
+                Ok(Submitted::Done(seq))
             }
-            Ok(Some(Err((algorithm, notifier, launched)))) => {
-                let call = self.launched(desc, Some(algorithm), None, notifier, launched);
-                call.map(pending).map_err(|error| self.in_context(error))
+            Some(FastStart::Stopped(stopped)) => self.resume(desc, turn, *stopped).map(pending),
+            Some(FastStart::Failed(error)) => {
+                turn.end();
+                Err(self.in_context(error.of(desc.collective)))
             }
-            Ok(None) => self.submit_with(desc, None).map(pending),
-            Err(error) => Err(self.in_context(error.of(desc.collective))),
+            None => {
+                turn.end();
+                self.submit_on_host(desc, None).map(pending)
+            }
         }
     }
 
-    /// Starts a call, encoded by `default` if there is one.
-    fn submit_with(&self, desc: &CallDesc, default: Option<&DefaultCodec>) -> Result<Call> {
-        let Some(codec) = default else { return self.start_measured(desc).map_err(|error| self.in_context(error)) };
-        let started = codec.encoded(desc, codec.next_step()).and_then(|desc| self.start_measured(&desc));
+    /// Resumes a call that stopped on the fast path. It must continue before another thread takes another frame.
+    #[inline(never)]
+    fn resume(&self, desc: &CallDesc, mut turn: FastTurn<'_>, stopped: Stopped) -> Result<Call> {
+        let (algorithm, notifier) = (stopped.algorithm(), Arc::<Notifier>::default());
+        let resumed = self.caller.resume(turn.core(), desc, stopped, notifier.clone(), time::now());
+        turn.end();
+        self.after_start(desc, Some(algorithm), None, notifier, resumed).map_err(|error| self.in_context(error))
+    }
+
+    /// Submits a call that the host executes, encoded by `default` if there is one.
+    fn submit_on_host(&self, desc: &CallDesc, default: Option<&DefaultCodec>) -> Result<Call> {
+        let Some(codec) = default else { return self.start_sampled(desc).map_err(|error| self.in_context(error)) };
+        let started = codec.encoded(desc, codec.next_step()).and_then(|desc| self.start_sampled(&desc));
         // A refused call takes no step, as it takes no sequence number: the other ranks may have issued theirs.
         if started.is_ok() {
             codec.count();
@@ -254,7 +217,7 @@ impl Group {
     }
 
     /// Like [`Group::start`], with the requested measurements of the call.
-    fn start_measured(&self, desc: &CallDesc) -> Result<Call> {
+    fn start_sampled(&self, desc: &CallDesc) -> Result<Call> {
         let sampled = desc.encoding(self.caller.world).map(|encoding| Sample::with_call(desc, encoding)).transpose();
         match sampled.map_err(|error| error.of(desc.collective))?.flatten() {
             Some((desc, sample)) => self.start(&desc, Some(sample), None),
@@ -293,16 +256,16 @@ impl Group {
         let algorithm = algorithm.map(|name| offload.map_or(name, |offload| offload.name()));
         let is_left_to_waiter =
             !is_later && cut.as_ref().is_some_and(|cut| self.driver.leaves_parts_to_waiter(cut, now));
-        let launched =
+        let started =
             self.driver.with_core(|core| self.caller.start(core, desc, prepared, sample, notifier.clone(), now));
-        if let Some(((join, parts), launched)) = others.zip(launched.as_ref().ok()) {
-            let (caller, lanes, seq) = (self.caller.clone(), self.takers.clone(), launched.call.seq);
+        if let Some(((join, parts), started)) = others.zip(started.as_ref().ok()) {
+            let (caller, lanes, seq) = (self.caller.clone(), self.takers.clone(), started.call.seq);
             join.begin_parts(Parts { caller, lanes, parts, seq, now, wakes: !is_left_to_waiter, starter });
         }
-        if let Some(cut) = cut.as_ref().filter(|_| launched.is_err()) {
+        if let Some(cut) = cut.as_ref().filter(|_| started.is_err()) {
             cut.join.give_up();
         }
-        let mut call = self.launched(desc, algorithm, offload, notifier, launched)?;
+        let mut call = self.after_start(desc, algorithm, offload, notifier, started)?;
         call.state.is_left_to_waiter = is_left_to_waiter;
         Ok(call)
     }
@@ -330,23 +293,23 @@ impl Group {
         aborted.map_err(|error| error.of(collective))?.map_or(Ok(()), Err)
     }
 
-    /// Finishes the launch of a call, without the lock.
-    fn launched(
+    /// Follows the start of a call, without the lock.
+    fn after_start(
         &self,
         desc: &CallDesc,
         algorithm: Option<&'static str>,
         offload: Option<&Arc<dyn Offload>>,
         notifier: Arc<Notifier>,
-        launched: Result<Launched>,
+        started: Result<Started>,
     ) -> Result<Call> {
-        let Launched { call, wakes_driver } = launched.map_err(|error| error.of(desc.collective))?;
+        let Started { call, wakes_driver } = started.map_err(|error| error.of(desc.collective))?;
         if events::follows_calls() {
             events::begun(&call, desc, algorithm);
         }
         if wakes_driver {
             self.driver.wake();
         }
-        self.driver.submitted(&call);
+        self.driver.after_start(&call);
         let mut state = InFlight::new(call, notifier);
         state.helped = offload.filter(|offload| offload.needs_help()).cloned();
         Ok(Call { state, driver: Arc::downgrade(&self.driver) })

@@ -5,6 +5,7 @@
 //! calls; `election` decides which one. Owns the lock, the poller, and the definition of a pass and of a sleep. Read
 //! [`Driver::wait`] first.
 
+pub(crate) mod fast_turn;
 pub(crate) mod lanes;
 mod links;
 pub(crate) mod packets;
@@ -231,20 +232,6 @@ impl Driver {
         Locked { core: Some(self.core.lock()), driver: self }
     }
 
-    /// Like [`Driver::lock`], for the fast path. The caller must release it with [`Driver::unlock`].
-    #[inline]
-    pub(crate) fn lock_briefly(&self) -> MutexGuard<'_, Core> {
-        self.core.lock()
-    }
-
-    /// Releases the lock as dropping a [`Locked`] does.
-    #[inline]
-    pub(crate) fn unlock(&self, core: MutexGuard<'_, Core>) {
-        if core.has_deferred() {
-            drop(Locked { core: Some(core), driver: self });
-        }
-    }
-
     fn try_lock(&self) -> Option<Locked<'_>> {
         self.core.try_lock().map(|core| Locked { core: Some(core), driver: self })
     }
@@ -385,8 +372,8 @@ impl Driver {
         moved
     }
 
-    /// Follows a submission: makes one pass for an asynchronous call, and ensures a driver thread where one is needed.
-    pub(crate) fn submitted(&self, call: &CallState) {
+    /// Follows the start of a call: makes one pass for an asynchronous call, and ensures a driver thread where one is needed.
+    pub(crate) fn after_start(&self, call: &CallState) {
         if call.is_async && !call.is_done() {
             self.submitted.store(time::now().nanos(), Ordering::Relaxed);
             self.try_pass(None);

@@ -8,7 +8,6 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use accl_executor::call::{CallState, Waited};
-use accl_executor::exec::SpinLimit;
 use accl_executor::group::Core;
 use accl_executor::peers::{Mark, PeerId};
 use accl_types::{Error, Moment};
@@ -40,12 +39,6 @@ const PASSES_BEFORE_NEXT: u32 = 2;
 /// Pauses between two checks whether the peers have received what was sent: the first one, and the longest.
 const FIRST_PAUSE: Duration = Duration::from_micros(50);
 const LONGEST_PAUSE: Duration = Duration::from_millis(5);
-
-/// Number of polls of a call on the fast path when every rank has a core of its own: a few microseconds.
-const FAST_PATH_SPINS: u32 = 300;
-/// The same when ranks share cores: polls before each yield, which are far cheaper than a pass, and number of yields.
-const FAST_PATH_SPINS_SHARED: u32 = 20;
-const FAST_PATH_YIELDS: u32 = 8;
 
 /// Returns an interrupt that stays set: once `interrupt` has returned true, later waits end at once.
 pub(crate) fn lasting(interrupt: &mut dyn FnMut() -> bool) -> impl FnMut() -> bool {
@@ -162,17 +155,6 @@ impl Driver {
     /// Returns whether ranks of this host must share cores.
     pub(super) fn shares_cores(&self) -> bool {
         self.shares_cores.load(Ordering::Relaxed)
-    }
-
-    /// Returns how long a call on the fast path polls for a frame. The time is short because the call holds the lock.
-    pub(crate) fn spin_limit(&self) -> SpinLimit {
-        match self.spin {
-            Some(spin) if spin.is_zero() => SpinLimit { spins: 0, yields: 0, yield_now: std::thread::yield_now },
-            _ if self.shares_cores() => {
-                SpinLimit { spins: FAST_PATH_SPINS_SHARED, yields: FAST_PATH_YIELDS, yield_now: std::thread::yield_now }
-            }
-            _ => SpinLimit { spins: FAST_PATH_SPINS, yields: 0, yield_now: std::thread::yield_now },
-        }
     }
 
     /// Polls in a loop for a short while.

@@ -23,7 +23,7 @@ use crate::in_flight::{InFlight, Kept, Notifier};
 use crate::lanes::{Cut, Lane, Least, Numbers, Parts, Starter, parts_of};
 use accl_executor::call::{Blocks, CallDesc, Codecs, Encoding, MemoryKind, Mode, TensorCodecs};
 use accl_executor::exec::SpinLimit;
-use accl_executor::group::{Caller, Core, FastPathEnd, GroupState, Launched, Notify, WakeDecision};
+use accl_executor::group::{Caller, Core, FastStart, GroupState, Notify, Started, WakeDecision};
 use accl_executor::peers::Members;
 use accl_executor::plan::Planner;
 
@@ -417,7 +417,7 @@ impl World<'_> {
         self.seen.staged += 1;
     }
 
-    /// Mirrors `Group::run` and `Group::submit`.
+    /// Mirrors `Group::submit_blocking` and `Group::submit`.
     fn submit(&mut self, process: usize, group: usize, desc: &CallDesc) -> Result<Option<InFlight>, Error> {
         let host = &mut self.processes[process];
         let (Some(core), Some(member)) = (&mut host.core, host.members.get(&group)) else {
@@ -431,14 +431,14 @@ impl World<'_> {
             let spin_limit =
                 SpinLimit { spins: 1 + (draws % 3) as u32, yields: (draws % 5) as u32, yield_now: clock::yield_now };
             let watches = core.watch();
-            let ran = core.run_fast_path(member.caller.group, desc, spin_limit);
+            let ran = core.start_fast(member.caller.group, desc, spin_limit);
             let ran = ran.map(|end| match end {
-                FastPathEnd::Done { .. } => Ok(None),
-                FastPathEnd::Failed(error) => Err(*error),
-                FastPathEnd::Stopped(stopped) => {
+                FastStart::Done { .. } => Ok(None),
+                FastStart::Failed(error) => Err(*error),
+                FastStart::Stopped(stopped) => {
                     let notifier: Arc<Notifier> = Arc::default();
-                    let launched = member.caller.resume(core, desc, *stopped, notifier.clone(), clock::now());
-                    launched.map(|launched| Some((launched, notifier)))
+                    let started = member.caller.resume(core, desc, *stopped, notifier.clone(), clock::now());
+                    started.map(|started| Some((started, notifier)))
                 }
             });
             let decision = if watches { core.unwatch(clock::now()) } else { WakeDecision::KeepAsleep };
@@ -448,7 +448,7 @@ impl World<'_> {
                     self.seen.fast += 1;
                     return Ok(None);
                 }
-                Some(Ok(Some((launched, notifier)))) => return Ok(Some(self.launched(process, launched, notifier))),
+                Some(Ok(Some((started, notifier)))) => return Ok(Some(self.after_start(process, started, notifier))),
                 Some(Err(error)) => return Err(error),
                 None => {}
             }
@@ -468,20 +468,20 @@ impl World<'_> {
         let others = cut.as_ref().map(|cut| Ok::<_, Error>((cut, cut.others(&member.caller, &prepared, shape_of)?)));
         let others = others.transpose()?;
         let notifier: Arc<Notifier> = Arc::default();
-        let launched = member.caller.start(core, desc, prepared, None, notifier.clone(), clock::now())?;
+        let started = member.caller.start(core, desc, prepared, None, notifier.clone(), clock::now())?;
         if let Some((cut, parts)) = others {
             self.seen.cut += 1;
             let lane = |node| LaneOf { node, jobs: self.jobs.clone(), agenda: self.agenda.clone() };
             let lanes = self.scenario.nodes(process).skip(1).map(|node| Arc::new(lane(node)) as Arc<dyn Lane>);
             let starter = desc.staging.is_some().then(|| Box::new(lane(process)) as Box<dyn Starter>);
-            let (caller, seq, now) = (member.caller.clone(), launched.call.seq, clock::now());
+            let (caller, seq, now) = (member.caller.clone(), started.call.seq, clock::now());
             cut.join.begin_parts(Parts { caller, lanes: lanes.collect(), parts, seq, now, wakes: true, starter });
         }
-        Ok(Some(self.launched(process, launched, notifier)))
+        Ok(Some(self.after_start(process, started, notifier)))
     }
 
-    fn launched(&mut self, process: usize, launched: Launched, notifier: Arc<Notifier>) -> InFlight {
-        let Launched { call, wakes_driver } = launched;
+    fn after_start(&mut self, process: usize, started: Started, notifier: Arc<Notifier>) -> InFlight {
+        let Started { call, wakes_driver } = started;
         if wakes_driver {
             self.schedule_wake(process);
         }

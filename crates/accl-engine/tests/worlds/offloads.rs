@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use accl_engine::offload::{Offload, OffloadGroup, OffloadKind, Opening, PacketLinks, Poll, Progress, Route};
 use accl_engine::{CallDesc, Engine, External, ExternalTask, GroupSpec, Mode, PacketSink};
-use accl_testkit::{Fabric, Member, World, WorldOptions, finish, finish_ran};
+use accl_testkit::{Fabric, Member, World, WorldOptions, finish, finish_submitted};
 use accl_types::{Collective, Dtype, Error, ErrorKind, Rank, ReduceOp, Result};
 
 use crate::sums::{NAME, SumKind};
@@ -217,7 +217,7 @@ fn a_component_is_not_asked_for_calls_that_always_run_on_the_host() {
         let mut doubled = [1.0_f32; 4];
         let mut desc = member.all_reduce_desc(&mut doubled, ReduceOp::PremulSum, Mode::Blocking);
         desc.factor = 2.0;
-        finish_ran(&member.group.run(&mut desc).unwrap()).unwrap();
+        finish_submitted(&member.group.submit_blocking(&mut desc).unwrap()).unwrap();
         assert_eq!(doubled, [4.0; 4]);
         let error = member.all_reduce(&mut [1.0_f32; 4], ReduceOp::Sum).unwrap_err();
         assert!(error.message.contains("it does nothing"), "{error}");
@@ -231,7 +231,7 @@ fn a_description_is_issued_again_by_the_group_that_is_asked() {
         let mut data = [1.0_f32; 8];
         let mut desc = member.all_reduce_desc(&mut data, ReduceOp::Sum, Mode::Blocking);
         for _ in 0..3 {
-            finish_ran(&member.group.run(&mut desc).unwrap()).unwrap();
+            finish_submitted(&member.group.submit_blocking(&mut desc).unwrap()).unwrap();
             assert!(desc.offload.is_none());
         }
         assert_eq!(data, [8.0; 8]);

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use accl_executor::call::{Blocks, CallDesc, CallState, Mode, TensorDesc};
-use accl_executor::group::{Caller, Core, Launched, WakeDecision};
+use accl_executor::group::{Caller, Core, Started, WakeDecision};
 use accl_executor::peers::PeerId;
 use accl_transport::Poller;
 use accl_transport::loopback::{self, Capacity, LoopbackLink};
@@ -35,7 +35,7 @@ impl Process {
         self.core.attach(self.peers[rank as usize], Box::new(link), slot, NOW);
     }
 
-    fn message(&mut self, what: Collective, peer: u32, tag: u32, data: &mut [u8]) -> Launched {
+    fn message(&mut self, what: Collective, peer: u32, tag: u32, data: &mut [u8]) -> Started {
         let caller = Caller {
             group: GROUP,
             name: "g".into(),

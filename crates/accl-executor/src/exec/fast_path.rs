@@ -3,7 +3,7 @@
 //!
 //! The fast path runs the plan that `run` would execute, in the order of [`Plan::fast_path`](crate::plan::Plan). It
 //! stops at the first unexpected event: a peer is late, a frame of another call comes first, or a ring is full. A run
-//! then continues from there and handles the event. Read [`FastPath::go`] first.
+//! then continues from there and handles the event. Read [`FastPath::advance`] first.
 
 use accl_types::Rank;
 use accl_wire::frame::{is_same_head, with_edge};
@@ -27,9 +27,9 @@ pub(crate) struct FastPath<'a> {
 }
 
 impl FastPath<'_> {
-    /// Runs operations in `order`. Returns how many of them are done.
-    pub(crate) fn go(&self, order: &[u32], env: &mut RunContext<'_>) -> usize {
-        let done = self.run(order, env);
+    /// Executes operations in `order` until one has to wait. Returns how many of them are done.
+    pub(crate) fn advance(&self, order: &[u32], env: &mut RunContext<'_>) -> usize {
+        let done = self.execute(order, env);
         // Done once for everything that was sent and released. The check whether a peer sleeps waits until our writes
         // are visible, which they are by now.
         self.wake_peers(env);
@@ -55,7 +55,7 @@ impl FastPath<'_> {
         })
     }
 
-    fn run(&self, order: &[u32], env: &mut RunContext<'_>) -> usize {
+    fn execute(&self, order: &[u32], env: &mut RunContext<'_>) -> usize {
         for (position, &index) in order.iter().enumerate() {
             let op = &self.plan.ops[index as usize];
             let done = match &op.kind {

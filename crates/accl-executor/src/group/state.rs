@@ -4,6 +4,8 @@
 //! `fast_calls` runs small calls, `report` answers what a call waits for, `failure` fails the group, `departure` leaves
 //! it. The caller's side is the `api::group` module of accl-engine, and `core` takes frames off links. Read
 //! [`GroupState`] first.
+//!
+//! This file is long because frames, calls and failures of one group change the same fields; each function is short.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -17,6 +19,7 @@ use smallvec::SmallVec;
 use super::admission::Admission;
 use super::completed::Notify;
 use super::context::Context;
+use super::fast_shapes::FastShapes;
 use super::first_cause::FirstCause;
 use super::history::History;
 use super::inbox::{Inbox, Unexpected};
@@ -25,10 +28,9 @@ use super::packets::PacketSink;
 use super::sequence::Sequence;
 use crate::call::{CallState, Waits};
 use crate::exec::{Message, OFFLOAD_GRACE, P2p, PROBE, Run, answer_probe};
-use crate::memory::{BufferPool, Compute, Storage};
+use crate::memory::{BufferPool, Storage};
 use crate::peers::{Members, Net, PeerId};
 use crate::plan::signature::disagreement;
-use crate::plan::{Shape, Shapes};
 
 /// One group on one of its ranks: its calls in flight, frames of calls that are not issued yet, and its failure.
 pub struct GroupState {
@@ -41,16 +43,14 @@ pub struct GroupState {
     pub(super) is_timed: bool,
     pub(super) members: Members,
     pub(super) p2p: P2p,
-    /// Recent shapes that may take the fast path.
-    pub(super) fast_shapes: Shapes,
+    /// Shapes and memory of calls on the fast path.
+    pub(super) fast: FastShapes,
     pub(super) runs: BTreeMap<u64, Run>,
     /// Highest sequence number of a call that has begun.
     newest_begun: u64,
     admission: Admission,
     pub(super) inbox: Inbox,
     pub(super) history: History,
-    /// Shape of the last call in `history`, if that call took the fast path.
-    pub(super) latest: Option<Arc<Shape>>,
     pub(super) sequence: Sequence,
     /// Number of the next point-to-point call, used on this rank only.
     pub(super) next_message: u64,
@@ -59,9 +59,6 @@ pub struct GroupState {
     pub(super) failure: FirstCause,
     /// Cached result of `is_near`.
     near: Option<bool>,
-    /// Memory and arithmetic of calls on the fast path, one after the other.
-    pub(super) compute: Compute,
-    pub(super) scratch: Storage,
     code_pool: BufferPool,
     /// Whether the group is in the list of groups that a pass advances.
     is_listed: bool,
@@ -86,20 +83,17 @@ impl GroupState {
             timeout,
             members,
             p2p: P2p::new(world),
-            fast_shapes: Shapes::default(),
+            fast: FastShapes::default(),
             runs: BTreeMap::new(),
             newest_begun: 0,
             admission: Admission::default(),
             inbox: Inbox::default(),
             history: History::default(),
-            latest: None,
             sequence: Sequence::default(),
             next_message: 0,
             latest_monitored: 0,
             failure: FirstCause::default(),
             near: None,
-            compute: Compute::default(),
-            scratch: Storage::default(),
             code_pool: BufferPool::default(),
             is_listed: false,
             packets: None,
@@ -305,10 +299,9 @@ impl GroupState {
     }
 
     /// Starts a collective: passes it the frames that arrived before it, and adds it to the calls in flight.
-    pub(crate) fn start(&mut self, mut run: Run, context: &mut Context<'_>) {
+    pub(crate) fn start_collective(&mut self, mut run: Run, context: &mut Context<'_>) {
         let seq = run.call.seq;
         self.history.add(seq, &run.signature);
-        self.latest = None;
         let unexpected = self.inbox.take(seq);
         let mut failure = None;
         for frame in unexpected {

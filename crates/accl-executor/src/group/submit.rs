@@ -31,7 +31,7 @@ pub struct Caller {
     pub global_rank: u64,
 }
 
-/// A call that is ready to begin.
+/// A call that is ready to start.
 pub struct Prepared {
     /// Shape of a collective; `None` for point-to-point calls.
     shape: Option<Arc<Shape>>,
@@ -45,8 +45,8 @@ impl Prepared {
     }
 }
 
-/// A call that has begun.
-pub struct Launched {
+/// A call that has started.
+pub struct Started {
     /// State of the call, which shows its completion.
     pub call: Arc<CallState>,
     /// Whether a sleeping driver must be woken to check the call.
@@ -82,7 +82,7 @@ impl Caller {
         Ok(Prepared { shape: Some(shape), buffers })
     }
 
-    /// Begins a call, and does everything that can be done at once. `sample` is the additional tensor of a measured
+    /// Starts a call, and does everything that can be done at once. `sample` is the additional tensor of a measured
     /// call. `observer` is notified when the call completes.
     ///
     /// # Errors
@@ -97,12 +97,12 @@ impl Caller {
         sample: Option<Sample>,
         observer: Arc<dyn CallObserver>,
         now: Moment,
-    ) -> Result<Launched> {
+    ) -> Result<Started> {
         let clock = core.clock();
         let wake =
             (desc.staging.is_some() || desc.offload.is_some() || desc.joins.is_some()).then(|| core.wake().clone());
         let Prepared { shape, mut buffers } = prepared;
-        self.launch(core, desc, now, |group, context| {
+        self.start_with(core, desc, now, |group, context| {
             if let Some(error) = group.aborted(Some(desc.collective)) {
                 return Err(error);
             }
@@ -111,7 +111,7 @@ impl Caller {
                 buffers.add_codes(group.take_codes(shape.plan.code_bytes as usize)?);
             }
             if desc.may_take_fast_path() {
-                group.keep_shape(desc, &shape);
+                group.fast.keep(desc, &shape, context.segment);
             }
             let seq = group.take_seq(desc.seq, desc.part.of)?;
             let call = self.call(desc, seq, observer, group, now);
@@ -138,12 +138,12 @@ impl Caller {
                 run.set_wake(wake);
                 run.begin_parts();
             }
-            group.start(run, context);
+            group.start_collective(run, context);
             Ok(call)
         })
     }
 
-    /// Adds a call that stopped on the fast path to the group.
+    /// Resumes a call that stopped on the fast path: adds it to the calls in flight.
     ///
     /// # Errors
     /// Returns the errors of [`Caller::start`].
@@ -154,23 +154,23 @@ impl Caller {
         stopped: Stopped,
         observer: Arc<dyn CallObserver>,
         now: Moment,
-    ) -> Result<Launched> {
-        self.launch(core, desc, now, |group, context| {
+    ) -> Result<Started> {
+        self.start_with(core, desc, now, |group, context| {
             let call = self.call(desc, stopped.seq, observer, group, now);
             let deadline = deadline(desc, group, now);
-            group.start(stopped.into_run(call.clone(), deadline), context);
+            group.start_collective(stopped.into_run(call.clone(), deadline), context);
             Ok(call)
         })
     }
 
-    /// Adds a call to the group, and does everything that can be done at once.
-    fn launch(
+    /// Starts a call with `start`, and does everything that can be done at once.
+    fn start_with(
         &self,
         core: &mut Core,
         desc: &CallDesc,
         now: Moment,
         start: impl FnOnce(&mut GroupState, &mut Context<'_>) -> Result<Arc<CallState>>,
-    ) -> Result<Launched> {
+    ) -> Result<Started> {
         let started = core.guarded(|core| {
             let started = core.with_group(self.group, now, |group, context| {
                 let call = start(group, context)?;
@@ -194,7 +194,7 @@ impl Caller {
             // The caller polls for the call itself first, and wakes the driver before it sleeps.
             Mode::Blocking => false,
         };
-        Ok(Launched { call, wakes_driver })
+        Ok(Started { call, wakes_driver })
     }
 
     fn start_message(

@@ -130,7 +130,12 @@ impl Shapes {
         self.shapes.get(index.saturating_sub(1))
     }
 
-    /// Adds a shape that was not found. If the list is full, its last shape is dropped.
+    /// Returns whether this very shape is in the list.
+    pub(crate) fn contains(&self, shape: &Arc<Shape>) -> bool {
+        self.shapes.iter().any(|known| Arc::ptr_eq(known, shape))
+    }
+
+    /// Adds a shape that is not in the list. If the list is full, its last shape is dropped.
     pub(crate) fn keep(&mut self, shape: Arc<Shape>) {
         if self.shapes.len() >= MAX_SHAPES {
             self.shapes.pop();
