@@ -303,6 +303,15 @@ class Layers(unittest.TestCase):
         crates = [package("accl-testkit"), package("accl-engine", ("accl-testkit", None))]
         self.assertEqual(len(list(layers.arrows(crates))), 1)
 
+    def test_a_long_file_says_why(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "big.rs"
+            path.write_text("//! A file.\n" + "fn f() {}\n" * 600)
+            [problem] = layers.long_files("accl-types", Path(folder))
+            self.assertIn("accl-types/src/big.rs: 601 lines (at most 600); split it", problem)
+            path.write_text("//! A file.\n//!\n//! This file is long because of a table.\n" + "fn f() {}\n" * 600)
+            self.assertEqual(list(layers.long_files("accl-types", Path(folder))), [])
+
     def test_the_engine_may_neither_use_nor_name_an_offload(self) -> None:
         crates = [package("accl-cclo"), package("accl-engine", ("accl-cclo", None))]
         self.assertRegex("\n".join(layers.arrows(crates)), r"accl-engine -> accl-cclo \(normal\)")

@@ -8,6 +8,8 @@
 //! lock.
 //! Only [`start`], [`broadcast`] and [`finish`] block, and all have deadlines. Separate threads create and free
 //! communicators of groups, and no thread waits for them.
+//!
+//! This file is long because one lock guards all of MPI's state, and every MPI call for links is made under it.
 
 use std::collections::HashMap;
 use std::ffi::c_int;

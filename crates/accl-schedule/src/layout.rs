@@ -3,6 +3,8 @@
 //! Owns remainders, uneven blocks, coalesced pieces, and the placement of scratch and encoded chunks. Also owns the
 //! division of encoded chunks into tiles, and of all chunks into parts. Knows pieces by index, not by address, and
 //! codecs by the sizes they state. Read [`Layout`] first.
+//!
+//! This file is long because a third of it are tests.
 
 use std::fmt;
 

@@ -3,6 +3,9 @@
 //! Owns the link over such a table, and the handling of a peer's death. The end of the bootstrap socket reports the
 //! death. Frames in flight at that time then get some time to arrive.
 //! `accl_transport.h`, which is installed with the Python package, describes the table. Read [`TransportV1`] first.
+//!
+//! This file is long because every function of the table has a checked wrapper, and the tests need a table of their
+//! own.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::mem::MaybeUninit;

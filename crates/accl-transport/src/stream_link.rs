@@ -5,6 +5,8 @@
 //! No edge can have been missed once a read and a write have been refused.
 //! A stream that was read empty is not read again before the poller has seen an event of it, unless the caller expects
 //! one.
+//!
+//! This file is long because both directions share the state of one stream, and its tests are here.
 
 use std::cell::Cell;
 use std::io;

@@ -2,6 +2,8 @@
 //!
 //! Owns the order of calls, and the state of peers. Firmware's programs are in `program`, the progress of the running program in `running`, data
 //! movement in `mover`, and received packets in `receiver`. Read [`Engine::advance`] first.
+//!
+//! This file is long because registers, the queue of calls and the peers change together, in one step of an engine.
 
 mod running;
 

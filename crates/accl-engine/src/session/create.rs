@@ -1,6 +1,8 @@
 //! Creation of groups: meeting the other ranks, connecting to them, and choosing the rules that all ranks share.
 //!
 //! Owns the order of these steps, and the clean-up if creation fails. Read [`Engine::create_group`] first.
+//!
+//! This file is long because creation is one sequence of steps, each of which the later ones undo if they fail.
 
 use std::collections::HashSet;
 use std::sync::Arc;

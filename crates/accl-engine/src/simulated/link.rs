@@ -4,6 +4,8 @@
 //! Owns the frames in flight. A *ring* behaves like a link over shared memory: a committed frame arrives soon, and the
 //! peer is notified if it has armed its end. A *stream* behaves like TCP: committed frames leave with a flush as far as
 //! the window allows, and every arrival is an event. Read [`SimulatedLink`] first.
+//!
+//! This file is long because rings and streams share the frames in flight and all faults of a wire.
 
 use std::collections::{BTreeSet, VecDeque};
 use std::sync::atomic::{AtomicBool, Ordering};

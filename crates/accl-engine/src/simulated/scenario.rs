@@ -2,6 +2,9 @@
 //!
 //! Owns the drawing of a scenario from a seed, and the parts that can be left out to make a failure smaller. Read
 //! [`Scenario::draw`] first.
+//!
+//! This file is long because everything that a seed may draw is listed here, with its probability and its smaller
+//! forms.
 
 use std::time::Duration;
 

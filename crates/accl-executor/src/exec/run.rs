@@ -4,6 +4,8 @@
 //! owns the progress of each operation by its dependencies, and the placing of bytes. `transfer` owns the protocol of
 //! one message, and `group` finds the call of a frame. `externals` decides when external operations may begin. Read
 //! [`Run`] first.
+//!
+//! This file is long because each kind of operation is a state machine over the same fields of a run.
 
 use std::collections::VecDeque;
 use std::sync::Arc;

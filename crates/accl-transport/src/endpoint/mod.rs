@@ -9,6 +9,8 @@
 //! * The smaller identity refuses the other's hello once it has sent its own.
 //! * The larger identity gives its effort up when it receives a hello.
 //! * A process that has promised a link to a peer, or has one, starts nothing.
+//!
+//! This file is long because the handshake of two ends is one state machine, and its rules stand next to it.
 
 mod accept;
 mod dial;

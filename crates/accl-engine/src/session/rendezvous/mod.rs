@@ -69,6 +69,8 @@
 //! rank adds 1 to `ready` again. The last rank deletes that counter and the list. Sessions that ended early are listed
 //! in the next notices, and the leader whose group is created deletes what is left of them. A rank that is still in
 //! such a session sees that the notice belongs to another one.
+//!
+//! This file is long because the argument for the protocol stands next to its two halves, the leader's and the others'.
 
 mod texts;
 

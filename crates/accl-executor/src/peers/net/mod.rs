@@ -3,6 +3,8 @@
 //! This module owns links, the queue of control frames that found no room, and the records of wanted links and of peers
 //! that are gone. `polling` decides which links a progress pass polls. This module makes no link and knows no calls.
 //! Read [`Net`] first.
+//!
+//! This file is long because all records of peers have one owner; its functions have a few lines each.
 
 mod polling;
 
