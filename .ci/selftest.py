@@ -15,7 +15,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent / "tests"), str(HERE.parent / "python"), str(HERE.parent)]
+sys.path[:0] = [str(HERE), str(HERE.parent / "tests"), str(HERE.parent / "python"), str(HERE.parent)]
 sys.dont_write_bytecode = True
 
 from peers import compare
@@ -41,9 +41,9 @@ shim = script("check_shim")
 factories = script("check_factories")
 planter = script("mutants")
 messages = script("check_messages")
-sys.path.insert(0, str(HERE))
 prose = script("prose")
 plain_text = sys.modules["plain_text"]
+python_imports = sys.modules["python_imports"]
 words = sys.modules["word_table"]
 cover = script("cover.py", HERE.parent / "tests" / "support")
 
@@ -397,6 +397,92 @@ class Layers(unittest.TestCase):
         problems = "\n".join(layers.climbs("accl-engine", layers.imports_of(planted)))
         self.assertIn("driver/waiting imports session/create, which is above it", problems)
         self.assertIn("new has no place in the order", problems)
+
+
+class PythonLayers(unittest.TestCase):
+    ORDER = {"python": ["x"], "python/x": ["high", "low"], "python/x/high": ["a", "b"], "python/x/low": ["c", "d"]}
+    FILES = ("__init__", "high/__init__", "high/a", "high/b", "low/__init__", "low/c", "low/d")
+
+    def breaches(self, exempt: dict[str, str] | None = None, **texts: str) -> list[str]:
+        sources = {("x", *file.split("/")): "" for file in self.FILES}
+        sources |= {("x", *name.replace("_0_", "/").split("/")): text for name, text in texts.items()}
+        return list(python_imports.breaches(sources, self.ORDER, exempt or {}))
+
+    def test_an_upward_import_is_refused_however_it_is_written(self) -> None:
+        for text in (
+            "import os\nfrom ..high import a",
+            "import os\nfrom ..high.a import A",
+            "import os\nimport x.high.a",
+            "import os\nfrom x.high.a import A",
+            "def f():\n    from ..high.a import A",
+            "try:\n    from ..high import a\nexcept ImportError: pass",
+            'def f():\n    return import_module("..high.a", __package__)',
+            "if TYPE_CHECKING: import os\nelse: from ..high import a",
+        ):
+            with self.subTest(text):
+                [problem] = self.breaches(low_0_c=text)
+                self.assertRegex(
+                    problem, r"^python/x/low/c.py:2: imports x/high/a, which is above it; move the code that"
+                )
+        [problem] = self.breaches(low_0_c="from ..high import A")
+        self.assertIn("c.py:1: imports x/high/__init__, which is above it", problem)
+        [problem] = self.breaches(high_0_b="from . import a")
+        self.assertIn("b.py:1: imports x/high/a, which is above it", problem)
+
+    def test_downward_imports_and_those_for_types_are_accepted(self) -> None:
+        down = "from . import b\nfrom .b import B\nfrom .. import low\nfrom ..low.c import C\nimport os, torch.high"
+        types = "if TYPE_CHECKING:\n    from ..high import a\nif typing.TYPE_CHECKING:\n    from x import high"
+        face = "from . import high\nfrom .low.c import C"
+        self.assertEqual(self.breaches(high_0_a=down, low_0_c=types, __init__=face, __main__="from . import main"), [])
+
+    def test_a_circle_is_refused_with_its_files(self) -> None:
+        [problem] = self.breaches(
+            high_0_a="from .b import B", high_0_b="from ..low.c import C", low_0_c="import x.high.a"
+        )
+        self.assertRegex(
+            problem,
+            r"^python/x/low/c.py:1: imports x/high/a in a circle: x/low/c -> x/high/a -> x/high/b -> x/low/c; move the code that "
+            "both need to a file below them$",
+        )
+
+    def test_a_file_may_not_import_the_init_of_its_own_folder(self) -> None:
+        for text in ("from . import name", "from .. import name", "import x"):
+            with self.subTest(text):
+                [problem] = self.breaches(low_0_d=text)
+                self.assertRegex(
+                    problem, r"^python/x/low/d.py:1: imports x/.*, which is above all .*; import from the file"
+                )
+
+    def test_an_exemption_holds_for_its_import_alone_and_is_removed_when_nothing_needs_it(self) -> None:
+        exempt = {"x/low/c -> x/high/a": "a test"}
+        self.assertEqual(self.breaches(exempt, low_0_c="from ..high import a"), [])
+        [problem] = self.breaches(exempt, low_0_c="from ..high import a, b")
+        self.assertIn("imports x/high/b", problem)
+        [problem] = self.breaches(exempt)
+        self.assertIn("x/low/c -> x/high/a: not an upward import; remove it from PYTHON_EXEMPT", problem)
+
+    def test_a_file_without_a_place_and_a_place_without_a_file_are_refused(self) -> None:
+        [problem] = self.breaches(low_0_new="")
+        self.assertRegex(problem, r"^python/x/low/new: no place in PYTHON_ORDER of .ci/check_layers; give it one")
+        order = {**self.ORDER, "python/x/low": ["c", "d", "gone"]}
+        sources = {("x", *file.split("/")): "" for file in self.FILES}
+        [problem] = python_imports.breaches(sources, order, {})
+        self.assertRegex(problem, r"^python/x/low/gone: no such file; remove it from PYTHON_ORDER")
+
+    def test_faults_planted_in_the_package_are_refused(self) -> None:
+        sources = python_imports.sources_in(HERE.parent)
+        self.assertEqual(list(python_imports.breaches(sources, layers.PYTHON_ORDER, layers.PYTHON_EXEMPT)), [])
+        for file, line, wanted in (
+            ("compression/_scope", "from ..compat import ccl", "imports torch_accl/compat/ccl, which is above it"),
+            ("_options", "from torch_accl import Backend", "imports torch_accl/__init__, which is above all files"),
+            ("layer_parallel/_net", "from ._walk import walk", "imports torch_accl/layer_parallel/_walk in a circle: "),
+        ):
+            with self.subTest(file):
+                key = ("torch_accl", *file.split("/"))
+                planted = {**sources, key: f"{sources[key]}{line}\n"}
+                [problem] = python_imports.breaches(planted, layers.PYTHON_ORDER, layers.PYTHON_EXEMPT)
+                number = planted[key].count("\n")
+                self.assertTrue(problem.startswith(f"python/torch_accl/{file}.py:{number}: {wanted}"), problem)
 
 
 class Shim(unittest.TestCase):

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch_accl_launch import LaunchError, detect_launcher
 
+from .... import _native
 from .. import _mpi as MPI
 from .._buffers import tensor_of
 from .._layers import LPBatchNorm2d, LPDropout
@@ -283,7 +284,6 @@ class _BadArgument(ValueError, AssertionError):
 def git_rev() -> str:
     """Returns the commit of the source tree that this package is imported from; its version if it was installed from a
     wheel."""
-    from .... import __version__
 
     def git(*arguments: str) -> str:
         command = ["git", *arguments]
@@ -296,7 +296,7 @@ def git_rev() -> str:
         git("ls-files", "--error-unmatch", Path(__file__).name)
         return git("rev-parse", "HEAD")
     except (OSError, subprocess.CalledProcessError):
-        return __version__
+        return _native.built_for()["version"]
 
 
 def stack_string(prefix: str | None = None) -> str:
