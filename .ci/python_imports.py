@@ -31,7 +31,7 @@ class Import(NamedTuple):
         return f"{shown(self.source)} -> {shown(self.target)}"
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         return f"{ROOT}/{shown(self.source)}.py:{self.line}"
 
 
@@ -70,17 +70,17 @@ def breaches(sources: Mapping[File, str], order: Mapping[str, list[str]], exempt
         *folder, name = each.target
         if name == "__init__" and each.source[: len(folder)] == tuple(folder):
             yield (
-                f"{each.place}: imports {shown(each.target)}, which is above all files of its folder; import from the file that "
+                f"{each.location}: imports {shown(each.target)}, which is above all files of its folder; import from the file that "
                 "defines the name"
             )
         elif circle := route(each.target, each.source, counted):
             yield (
-                f"{each.place}: imports {shown(each.target)} in a circle: {' -> '.join(map(shown, [each.source, *circle]))}; "
+                f"{each.location}: imports {shown(each.target)} in a circle: {' -> '.join(map(shown, [each.source, *circle]))}; "
                 "move the code that both need to a file below them"
             )
         else:
             yield (
-                f"{each.place}: imports {shown(each.target)}, which is above it; move the code that it needs to a file below it, or "
+                f"{each.location}: imports {shown(each.target)}, which is above it; move the code that it needs to a file below it, or "
                 "correct PYTHON_ORDER in .ci/check_layers"
             )
 

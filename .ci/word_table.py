@@ -17,7 +17,7 @@ from plain_text import ROOT, Text
 TABLE = Path(__file__).resolve().parent / "words.toml"
 SUFFIXES = (*plain_text.C_LIKE, ".py", ".pyi", ".md", ".toml", "")
 # Texts in the strings of tests are not seen by users.
-NO_MESSAGES = re.compile(r"(^|/)tests/|/(simulated|loom_tests)\b|_tests?\.rs$|^\.ci/selftest\.py$")
+NO_MESSAGES = re.compile(r"(^|/)tests/|/(accl-world/src|loom_tests)\b|_tests?\.rs$|^\.ci/selftest\.py$")
 
 
 def findings(named: Sequence[str]) -> Iterator[str]:

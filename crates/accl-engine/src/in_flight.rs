@@ -16,18 +16,18 @@ use accl_executor::call::{CallObserver, CallState, Callback};
 
 /// A call in flight, and the means to wake the threads that wait for it.
 #[derive(Clone)]
-pub(crate) struct InFlight {
+pub struct InFlight {
     state: Arc<CallState>,
     notifier: Arc<Notifier>,
     /// Whether the call's parts were left to the thread that waits for it.
-    pub(crate) is_left_to_waiter: bool,
+    pub is_left_to_waiter: bool,
     /// The component that executes the call, if it needs the help of waiting threads.
-    pub(crate) helped: Option<Arc<dyn Offload>>,
+    pub helped: Option<Arc<dyn Offload>>,
 }
 
 /// Wakes the threads that sleep on a call.
 #[derive(Default)]
-pub(crate) struct Notifier {
+pub struct Notifier {
     inner: Mutex<Inner>,
     changed: Condvar,
 }
@@ -40,7 +40,7 @@ struct Inner {
 }
 
 /// Result of offering a callback to a call.
-pub(crate) enum Kept {
+pub enum Kept {
     /// The callback runs when the call completes.
     ForTheEnd,
     /// The call has completed: the caller must run the callback at once.
@@ -51,7 +51,7 @@ pub(crate) enum Kept {
 
 impl Notifier {
     /// Wakes the threads that sleep in [`InFlight::sleep`].
-    pub(crate) fn notify(&self) {
+    pub fn notify(&self) {
         self.inner.lock().notified = true;
         self.changed.notify_all();
     }
@@ -69,12 +69,12 @@ impl CallObserver for Notifier {
 
 impl InFlight {
     /// Wraps a call that was started with this notifier as its observer.
-    pub(crate) fn new(state: Arc<CallState>, notifier: Arc<Notifier>) -> Self {
+    pub fn new(state: Arc<CallState>, notifier: Arc<Notifier>) -> Self {
         Self { state, notifier, is_left_to_waiter: false, helped: None }
     }
 
     /// Keeps a callback until the call completes, unless the call already has one.
-    pub(crate) fn keep_callback(&self, callback: Callback) -> Kept {
+    pub fn keep_callback(&self, callback: Callback) -> Kept {
         let mut inner = self.notifier.inner.lock();
         if self.state.is_done() {
             return Kept::Ended(callback);
@@ -90,7 +90,7 @@ impl InFlight {
 
     /// Sleeps until the call completes or its notifier is notified, for `at_most` at the longest; `None` means no
     /// limit.
-    pub(crate) fn sleep(&self, at_most: Option<Duration>) {
+    pub fn sleep(&self, at_most: Option<Duration>) {
         let mut inner = self.notifier.inner.lock();
         if !inner.notified && !self.state.is_done() {
             match at_most {
@@ -102,7 +102,7 @@ impl InFlight {
     }
 
     /// Returns the notifier, which wakes this call's sleepers without the call itself.
-    pub(crate) fn notifier(&self) -> Arc<Notifier> {
+    pub fn notifier(&self) -> Arc<Notifier> {
         self.notifier.clone()
     }
 }

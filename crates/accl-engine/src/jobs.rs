@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use crate::sync::Mutex;
 
 /// Work for the thread of a lane. If a job is dropped, it is not run.
-pub(crate) type Job = Box<dyn FnOnce() + Send>;
+pub type Job = Box<dyn FnOnce() + Send>;
 
 /// A value that the lane's thread drops before it runs a job; the drop wakes other lanes.
 pub(crate) type Deferred = Box<dyn Send>;

@@ -18,10 +18,10 @@ mod in_flight;
 mod jobs;
 mod lanes;
 pub mod offload;
+pub mod predict;
 mod session;
 mod settings;
 mod signals;
-pub mod simulate;
 mod spec;
 #[doc(hidden)]
 pub mod sync;
@@ -60,5 +60,14 @@ pub use accl_transport::{
 };
 pub use accl_wire::EndpointInfo;
 
-#[cfg(all(test, not(accl_loom)))]
-mod simulated;
+/// Parts of the engine from which the crate accl-world builds simulated worlds. They are no interface, and change
+/// freely.
+#[doc(hidden)]
+pub mod internals {
+    pub use crate::api::planning::Planning;
+    pub use crate::connector::NOTE_DELAY;
+    pub use crate::connector::peer_probe::{Found, PeerProbe, Question, ROUND};
+    pub use crate::in_flight::{InFlight, Kept, Notifier};
+    pub use crate::jobs::Job;
+    pub use crate::lanes::{CoreJob, Cut, Lane, Least, Next, Numbers, Parts, Starter, parts_of};
+}

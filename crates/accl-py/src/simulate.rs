@@ -1,7 +1,7 @@
 //! The output of `accl simulate`, as Python values.
 
 use accl_engine::Machine;
-use accl_engine::simulate::{Scenario, simulate as predict};
+use accl_engine::predict::{Scenario, predict};
 use accl_types::{Bytes, Collective, Error};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;

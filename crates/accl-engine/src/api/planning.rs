@@ -11,7 +11,7 @@ use accl_executor::call::CallDesc;
 use accl_executor::plan::{AllShapes, Draft, Planner, Plans, Shape};
 
 /// The shapes and plans of one group, and the planner that computes more of them.
-pub(crate) struct Planning {
+pub struct Planning {
     planner: Planner,
     made: Mutex<Made>,
 }
@@ -23,13 +23,14 @@ struct Made {
 }
 
 impl Planning {
-    pub(crate) fn new(planner: Planner) -> Self {
+    /// Creates the shapes and plans of a group, empty at first.
+    pub fn new(planner: Planner) -> Self {
         Self { planner, made: Mutex::default() }
     }
 
     /// Returns the predicted time of a call in picoseconds, the same on all ranks; 0 if it is not known. For an encoded
     /// call it is the time of the same call unencoded, which compensates for the time of encoding.
-    pub(crate) fn predicted_ps(&self, desc: &CallDesc) -> u64 {
+    pub fn predicted_ps(&self, desc: &CallDesc) -> u64 {
         let bytes = Bytes(desc.size_bytes(self.planner.world()));
         self.planner.predicted_ps(desc.collective, bytes, desc.equal_blocks)
     }
@@ -38,7 +39,7 @@ impl Planning {
     ///
     /// # Errors
     /// The errors of [`Draft::new`] and of [`Planner::plan`].
-    pub(crate) fn get(&self, desc: &CallDesc) -> Result<Arc<Shape>> {
+    pub fn get(&self, desc: &CallDesc) -> Result<Arc<Shape>> {
         let (rank, world) = (self.planner.rank(), self.planner.world());
         if let Some(shape) = self.made.lock().shapes.find(desc, world) {
             return Ok(shape.clone());

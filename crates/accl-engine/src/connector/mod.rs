@@ -26,7 +26,7 @@ use accl_executor::group::PeerFate;
 use accl_executor::peers::Note;
 
 /// Delay before a note is sent. A rank that is awake learns of a failure on its links, and confirms it there.
-pub(crate) const NOTE_DELAY: Duration = Duration::from_millis(100);
+pub const NOTE_DELAY: Duration = Duration::from_millis(100);
 
 /// Identity of a peer process.
 type Uuid = [u8; 16];

@@ -15,31 +15,36 @@ use accl_executor::group::PeerFate;
 
 /// Interval between rounds of questions about a peer that some processes still have a link to, and maximum number of
 /// rounds.
-pub(crate) const ROUND: Duration = Duration::from_millis(200);
+pub const ROUND: Duration = Duration::from_millis(200);
 const MAX_ROUNDS: u32 = 10;
 
 /// Identity of a peer process.
 type Uuid = [u8; 16];
 
 /// A question to a process about what happened to a peer.
-pub(crate) struct Question {
-    pub(crate) number: u64,
-    pub(crate) to: EndpointInfo,
+pub struct Question {
+    /// Number of the question, by which its answer is found.
+    pub number: u64,
+    /// The process that is asked.
+    pub to: EndpointInfo,
     /// Header and payload of the question's frame.
-    pub(crate) bytes: Vec<u8>,
+    pub bytes: Vec<u8>,
 }
 
 /// Result of an inquiry.
-pub(crate) enum Found {
-    /// The peer disconnected cleanly. `is_assumed` if no process is left that could know.
-    Left { is_assumed: bool },
+pub enum Found {
+    /// The peer disconnected cleanly.
+    Left {
+        /// Whether this is only assumed, because no process is left that could know.
+        is_assumed: bool,
+    },
     /// The peer was lost without disconnecting; the error says why it cannot be reached.
     Lost(Error),
 }
 
 /// Unreachable peers that other processes are asked about, and the questions in flight.
 #[derive(Default)]
-pub(crate) struct PeerProbe {
+pub struct PeerProbe {
     inquiries: BTreeMap<Uuid, PeerInquiry>,
     questions: HashMap<u64, Uuid>,
     found: Vec<(Uuid, Found)>,
@@ -59,18 +64,18 @@ struct PeerInquiry {
 impl PeerProbe {
     /// Starts an inquiry about a peer that cannot be reached because of `error`. If one is in progress, it continues:
     /// the processes that know may be gone when they are asked again.
-    pub(crate) fn begin(&mut self, peer: Uuid, error: Error, now: Moment) {
+    pub fn begin(&mut self, peer: Uuid, error: Error, now: Moment) {
         let inquiry = || PeerInquiry { error, open: 0, is_somewhere: false, rounds: 0, again_at: Some(now) };
         self.inquiries.entry(peer).or_insert_with(inquiry);
     }
 
     /// Returns when the next questions are due; `None` if none are.
-    pub(crate) fn next(&self) -> Option<Moment> {
+    pub fn next(&self) -> Option<Moment> {
         self.inquiries.values().filter_map(|inquiry| inquiry.again_at).min()
     }
 
     /// Records the answer to a question; `None` if there will be none.
-    pub(crate) fn answer(&mut self, number: u64, fate: Option<PeerFate>, now: Moment) {
+    pub fn answer(&mut self, number: u64, fate: Option<PeerFate>, now: Moment) {
         let Some(uuid) = self.questions.remove(&number) else { return };
         let Some(inquiry) = self.inquiries.get_mut(&uuid) else { return };
         inquiry.open -= 1;
@@ -94,7 +99,7 @@ impl PeerProbe {
 
     /// Returns the questions that are due. `neighbours` returns the processes that could know what happened to a
     /// peer; `number` returns a new question number.
-    pub(crate) fn ask(
+    pub fn ask(
         &mut self,
         now: Moment,
         mut neighbours: impl FnMut(&Uuid) -> Vec<EndpointInfo>,
@@ -136,7 +141,7 @@ impl PeerProbe {
     }
 
     /// Returns the results since the last call.
-    pub(crate) fn take_found(&mut self) -> Vec<(Uuid, Found)> {
+    pub fn take_found(&mut self) -> Vec<(Uuid, Found)> {
         std::mem::take(&mut self.found)
     }
 }

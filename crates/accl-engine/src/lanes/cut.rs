@@ -29,17 +29,18 @@ impl Gather for Gathered {
 }
 
 /// A call that is cut into parts.
-pub(crate) struct Cut {
+pub struct Cut {
     /// Its first part, which completes when all parts have completed.
-    pub(crate) first: CallDesc,
-    pub(crate) join: Arc<Join>,
+    pub first: CallDesc,
+    /// Completes the call when all parts have ended.
+    pub join: Arc<Join>,
     /// Predicted time of the call in one part, in picoseconds.
-    pub(crate) predicted_ps: u64,
+    pub predicted_ps: u64,
 }
 
 impl Cut {
     /// Cuts a call into `of` parts; `None` if `of` is 1. `predicted_ps` is the predicted time of the call in one part.
-    pub(crate) fn new(desc: &CallDesc, of: u32, predicted_ps: u64) -> Option<Self> {
+    pub fn new(desc: &CallDesc, of: u32, predicted_ps: u64) -> Option<Self> {
         if of == 1 {
             return None;
         }
@@ -55,7 +56,7 @@ impl Cut {
     ///
     /// # Errors
     /// The errors of `shape_of`; `Exhausted` when there is no memory.
-    pub(crate) fn others(
+    pub fn others(
         &self,
         caller: &Caller,
         prepared: &Prepared,

@@ -19,7 +19,7 @@ use crate::jobs::Job;
 use crate::sync::Mutex;
 
 /// Joins the parts of a call: the first part waits for it.
-pub(crate) struct Join {
+pub struct Join {
     state: Mutex<JoinState>,
     me: Weak<Join>,
 }
@@ -40,7 +40,7 @@ struct JoinState {
 }
 
 /// Work that a lane does with its core.
-pub(crate) type CoreJob = Box<dyn FnOnce(&mut Core) + Send>;
+pub type CoreJob = Box<dyn FnOnce(&mut Core) + Send>;
 
 /// Gives each lane a job, and wakes the first lane unless `wakes` is false.
 fn hand_out(lanes: &Arc<[Arc<dyn Lane>]>, jobs: Vec<CoreJob>, wakes: bool) {
@@ -56,7 +56,7 @@ fn hand_out(lanes: &Arc<[Arc<dyn Lane>]>, jobs: Vec<CoreJob>, wakes: bool) {
 }
 
 /// A lane, as the receiver of parts.
-pub(crate) trait Lane: Send + Sync {
+pub trait Lane: Send + Sync {
     /// Queues `job` for the lane's thread, which drops `next` before it runs the job. If the thread has ended, both are
     /// dropped.
     fn give(&self, next: Option<Next>, job: CoreJob);
@@ -68,7 +68,7 @@ pub(crate) trait Lane: Send + Sync {
 
 /// Wakes the next lanes when it is dropped. Threads are woken in a tree, because each wake-up takes as long as copying
 /// 100 KiB. The caller has a part of its own to do.
-pub(crate) struct Next {
+pub struct Next {
     lanes: Arc<[Arc<dyn Lane>]>,
     after: usize,
     of: usize,
@@ -82,23 +82,27 @@ impl Drop for Next {
 }
 
 /// Starts parts whose memory is not ready when the call is issued. If a starter is dropped, the parts do not begin.
-pub(crate) trait Starter: Send {
+pub trait Starter: Send {
+    /// Has the other thread run the job.
     fn post(self: Box<Self>, job: Job);
 }
 
 /// The parts of a call except the first, ready to begin.
-pub(crate) struct Parts {
-    pub(crate) caller: Arc<Caller>,
+pub struct Parts {
+    /// The rank that issues the call.
+    pub caller: Arc<Caller>,
     /// At least one lane for each part.
-    pub(crate) lanes: Arc<[Arc<dyn Lane>]>,
-    pub(crate) parts: Vec<(CallDesc, Prepared)>,
-    /// Sequence number of the call, and the time at which it was issued.
-    pub(crate) seq: u64,
-    pub(crate) now: Moment,
+    pub lanes: Arc<[Arc<dyn Lane>]>,
+    /// Descriptions and memory of the parts after the first.
+    pub parts: Vec<(CallDesc, Prepared)>,
+    /// Sequence number of the call.
+    pub seq: u64,
+    /// Time at which the first part started.
+    pub now: Moment,
     /// Whether sleeping threads are woken for the parts. If not, the thread that waits for the call does them.
-    pub(crate) wakes: bool,
+    pub wakes: bool,
     /// Starts the parts later, if the call's memory is not ready when the call is issued.
-    pub(crate) starter: Option<Box<dyn Starter>>,
+    pub starter: Option<Box<dyn Starter>>,
 }
 
 /// Reports the end of one of the other parts to the [`Join`]. If it is dropped before that, the part has not begun and
@@ -128,7 +132,7 @@ impl Drop for OtherPart {
 
 impl Join {
     /// Creates a join for `others` parts in addition to the first.
-    pub(crate) fn new(others: u32) -> Arc<Self> {
+    pub fn new(others: u32) -> Arc<Self> {
         let state = JoinState {
             left: others,
             error: None,
@@ -141,7 +145,7 @@ impl Join {
     }
 
     /// Starts the parts after the call was issued: now, or once the call's memory is ready.
-    pub(crate) fn begin_parts(self: &Arc<Self>, parts: Parts) {
+    pub fn begin_parts(self: &Arc<Self>, parts: Parts) {
         let mut state = self.state.lock();
         if parts.starter.is_some() && state.task.is_none() {
             state.parts = Some(parts);
@@ -152,7 +156,7 @@ impl Join {
     }
 
     /// Gives up after the call was not issued: no part will begin.
-    pub(crate) fn give_up(&self) {
+    pub fn give_up(&self) {
         let mut state = self.state.lock();
         state.left = 0;
         state.finish();

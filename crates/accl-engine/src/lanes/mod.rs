@@ -8,7 +8,7 @@ mod join;
 mod numbers;
 mod parts;
 
-pub(crate) use cut::Cut;
-pub(crate) use join::{CoreJob, Lane, Next, Parts, Starter};
-pub(crate) use numbers::Numbers;
-pub(crate) use parts::{Least, parts_of};
+pub use cut::Cut;
+pub use join::{CoreJob, Lane, Next, Parts, Starter};
+pub use numbers::Numbers;
+pub use parts::{Least, parts_of};

@@ -12,7 +12,7 @@ use crate::sync::Mutex;
 
 /// The sequence numbers of one group on one rank.
 #[derive(Default)]
-pub(crate) struct Numbers {
+pub struct Numbers {
     /// The first sequence number that the first lane has not assigned yet.
     next: AtomicU64,
     /// For lower numbers: a bit for each of at most 64 lanes that has yet to receive its part. A reserved number has

@@ -20,9 +20,14 @@ const LEAST_SHARED_PART_PS: u64 = 1_000_000_000;
 
 /// The size from which on a group's calls are cut.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Least {
-    /// Minimum predicted time of a call and of each of its parts, in picoseconds.
-    Time { call: u64, part: u64 },
+pub enum Least {
+    /// Minimum predicted times, in picoseconds.
+    Time {
+        /// Of a call.
+        call: u64,
+        /// Of each of its parts.
+        part: u64,
+    },
     /// Minimum bytes of a part. For tests, which must not depend on predictions.
     Bytes(u64),
 }
@@ -30,7 +35,7 @@ pub(crate) enum Least {
 impl Least {
     /// Returns the limits of a group. `have_own_cores` says whether each lane of each rank has a core of its own on
     /// every host; it is the same on all ranks.
-    pub(crate) fn of(have_own_cores: bool) -> Self {
+    pub fn of(have_own_cores: bool) -> Self {
         if have_own_cores {
             Self::Time { call: LEAST_CUT_PS, part: LEAST_PART_PS }
         } else {
@@ -41,13 +46,7 @@ impl Least {
 
 /// Returns the number of parts of a call; each part goes to one of the group's `lanes` lanes. `desc` is the call of one
 /// rank in a group of `world` ranks.
-pub(crate) fn parts_of(
-    desc: &CallDesc,
-    world: u32,
-    lanes: u32,
-    least: Least,
-    predicted_ps: impl FnOnce() -> u64,
-) -> u32 {
+pub fn parts_of(desc: &CallDesc, world: u32, lanes: u32, least: Least, predicted_ps: impl FnOnce() -> u64) -> u32 {
     if lanes <= 1 || !may_be_cut(desc) {
         return 1;
     }

@@ -10,7 +10,7 @@ use super::clock::{self, Event};
 use super::link::SimulatedLink;
 use super::scenario::{Fault, Linking};
 use super::world::{Asked, State, Violation, World, info};
-use crate::connector::peer_probe::Found;
+use accl_engine::internals::Found;
 use accl_executor::peers::neighbours;
 
 impl World<'_> {

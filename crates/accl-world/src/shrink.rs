@@ -62,8 +62,8 @@ pub(super) fn report(scenario: &Scenario, violation: Violation) -> String {
         })
         .collect();
     format!(
-        "seed {}: {violation}\nreplay it with WORLD_SEED={} WORLD_WITHOUT={} cargo nextest run -p accl-engine \
-         simulated::replay --run-ignored all\n{} processes, segments of {} bytes, {} looks, faults {:?}\ngroups\n{}\nitems\n{}",
+        "seed {}: {violation}\nreplay it with WORLD_SEED={} WORLD_WITHOUT={} cargo nextest run -p accl-world \
+         --run-ignored all replay\n{} processes, segments of {} bytes, {} looks, faults {:?}\ngroups\n{}\nitems\n{}",
         smallest.seed,
         smallest.seed,
         without.join(","),

@@ -18,7 +18,7 @@ use accl_types::{Collective, Dtype, ErrorKind, Rank, ReduceOp};
 use super::clock::{Agenda, Event};
 use super::oracle::{both, bytes_of, number_of};
 use super::scenario::Breaks;
-use crate::sync::Mutex;
+use accl_engine::sync::Mutex;
 use accl_executor::call::{CallDesc, External, ExternalTask};
 use accl_executor::memory::CollectiveMemory;
 

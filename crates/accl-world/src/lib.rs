@@ -5,6 +5,10 @@
 //! deadlines, and results are right and the same on all ranks. Failures reach all ranks, and nothing is left over. A
 //! failing seed is made smaller and printed with the command that replays it. Owns the search through the seeds, and
 //! the tests. Read [`history::run`] first.
+//!
+//! The crate has tests only. `.ci/fuzz_world` searches longer, and `.ci/mutants` plants defects that the search must find.
+
+#![cfg(test)]
 
 mod clock;
 mod devices;

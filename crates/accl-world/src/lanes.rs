@@ -8,9 +8,9 @@ use std::sync::Arc;
 
 use super::clock::{self, Agenda, Event};
 use super::world::{LaneJobs, Violation, World};
-use crate::jobs::Job;
-use crate::lanes::{CoreJob, Lane, Next, Starter};
-use crate::sync::Mutex;
+use accl_engine::internals::Job;
+use accl_engine::internals::{CoreJob, Lane, Next, Starter};
+use accl_engine::sync::Mutex;
 use accl_executor::group::{Completed, FailedGroup};
 
 /// Maximum nanoseconds until a lane runs a job: `SOON`, or `LATER` if its thread is busy.

@@ -11,7 +11,7 @@ use accl_testkit::Rng;
 
 use super::clock::{Agenda, Event};
 use super::scenario::Breaks;
-use crate::sync::Mutex;
+use accl_engine::sync::Mutex;
 use accl_executor::call::{External, ExternalCopy, ExternalTask};
 
 /// Maximum nanoseconds that a task takes.

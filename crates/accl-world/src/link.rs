@@ -19,7 +19,7 @@ use accl_types::{Error, Result};
 use accl_wire::{Answers, EventBitmap, Frame, FrameSlot, HEAD_BYTES, Link, Slot};
 
 use super::clock::{self, Agenda, Event};
-use crate::sync::Mutex;
+use accl_engine::sync::Mutex;
 
 /// Nanoseconds in flight after which a frame to a vanished host is overdue.
 const OVERDUE: u64 = 200_000_000;

@@ -9,7 +9,7 @@ use accl_types::{Bytes, Collective, Error, Result};
 
 use crate::settings::intra_node_of;
 
-/// Maximum number of ranks that [`simulate`] accepts.
+/// Maximum number of ranks that [`predict`] accepts.
 pub const MAX_RANKS: u32 = 1 << 17;
 
 /// Ranks, hosts and settings for which calls are predicted.
@@ -44,7 +44,7 @@ pub struct Prediction {
 /// * `InvalidArgument` if a number of ranks or cores is out of range.
 /// * `Configuration` if an algorithm override cannot run here.
 /// * `Unsupported` for point-to-point calls.
-pub fn simulate(scenario: &Scenario, collective: Collective, sizes: &[Bytes]) -> Result<Vec<Prediction>> {
+pub fn predict(scenario: &Scenario, collective: Collective, sizes: &[Bytes]) -> Result<Vec<Prediction>> {
     let Scenario { ranks, ranks_per_host, cores_per_host, .. } = *scenario;
     if !(1..=MAX_RANKS).contains(&ranks) {
         return Err(Error::invalid_argument(format!("ranks: expected 1 to {MAX_RANKS}, got {ranks}")));
@@ -79,7 +79,7 @@ mod tests {
     fn the_largest_world_is_predicted_and_what_is_chosen_is_the_least() {
         for (ranks, per_host) in [(1, 1), (2, 2), (4096, 8), (MAX_RANKS, 8)] {
             for found in
-                simulate(&scenario(ranks, per_host), Collective::AllReduce, &[4, 1 << 20, 1 << 30].map(Bytes)).unwrap()
+                predict(&scenario(ranks, per_host), Collective::AllReduce, &[4, 1 << 20, 1 << 30].map(Bytes)).unwrap()
             {
                 let least = found.times_ps.iter().map(|&(_, time)| time).min();
                 let chosen = found.times_ps.iter().find(|(name, _)| *name == found.chosen).map(|&(_, time)| time);
@@ -93,7 +93,7 @@ mod tests {
         let time = |sent_ps_per_kib| {
             let mut scenario = scenario(64, 4);
             scenario.machine.network.sent_ps_per_kib = sent_ps_per_kib;
-            simulate(&scenario, Collective::AllReduce, &[Bytes(1 << 24)]).unwrap().remove(0).times_ps
+            predict(&scenario, Collective::AllReduce, &[Bytes(1 << 24)]).unwrap().remove(0).times_ps
         };
         for ((name, fast), (_, slow)) in time(81_920).into_iter().zip(time(8_192_000)) {
             assert!(fast <= slow, "{name}");
@@ -103,10 +103,10 @@ mod tests {
     #[test]
     fn what_makes_no_world_is_refused() {
         for (ranks, per_host) in [(0, 1), (MAX_RANKS + 1, 1), (4, 0)] {
-            assert!(simulate(&scenario(ranks, per_host), Collective::AllReduce, &[Bytes(4)]).is_err());
+            assert!(predict(&scenario(ranks, per_host), Collective::AllReduce, &[Bytes(4)]).is_err());
         }
         let mut alone = scenario(4, 4);
         alone.config.set_option("algorithm", "all_reduce=two_level").unwrap();
-        assert!(simulate(&alone, Collective::AllReduce, &[Bytes(4)]).unwrap_err().message.contains("two hosts"));
+        assert!(predict(&alone, Collective::AllReduce, &[Bytes(4)]).unwrap_err().message.contains("two hosts"));
     }
 }

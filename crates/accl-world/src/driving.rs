@@ -7,7 +7,7 @@ use accl_types::Moment;
 
 use super::clock::{self, Event};
 use super::world::{State, World};
-use crate::connector::NOTE_DELAY;
+use accl_engine::internals::NOTE_DELAY;
 use accl_executor::group::{Completed, WakeDecision};
 
 /// Nanoseconds that a progress pass takes.

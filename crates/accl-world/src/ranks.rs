@@ -18,9 +18,9 @@ use super::lanes::LaneOf;
 use super::oracle::Tensors;
 use super::scenario::{Breaks, Fault, Matter, Step};
 use super::world::{GroupMember, Made, State, Violation, World};
-use crate::api::planning::Planning;
-use crate::in_flight::{InFlight, Kept, Notifier};
-use crate::lanes::{Cut, Lane, Least, Numbers, Parts, Starter, parts_of};
+use accl_engine::internals::Planning;
+use accl_engine::internals::{Cut, Lane, Least, Numbers, Parts, Starter, parts_of};
+use accl_engine::internals::{InFlight, Kept, Notifier};
 use accl_executor::call::{Blocks, CallDesc, Codecs, Encoding, MemoryKind, Mode, TensorCodecs};
 use accl_executor::exec::SpinLimit;
 use accl_executor::group::{Caller, Core, FastStart, GroupState, Notify, Started, WakeDecision};
@@ -516,8 +516,8 @@ impl World<'_> {
 }
 
 fn encoding(text: &str, tensors: usize, id: u64) -> Encoding {
-    let codec = accl_kernels::codec::parse(text).unwrap_or_else(|error| panic!("{text}: {error}"));
-    let raw = accl_kernels::codec::parse("raw").unwrap_or_else(|error| panic!("raw: {error}"));
+    let codec = accl_engine::codec::parse(text).unwrap_or_else(|error| panic!("{text}: {error}"));
+    let raw = accl_engine::codec::parse("raw").unwrap_or_else(|error| panic!("raw: {error}"));
     let of = |tensor| TensorCodecs {
         intra_node: raw.clone(),
         reduce: codec.clone(),
