@@ -34,8 +34,8 @@ use accl_executor::plan::Planner;
 pub enum Submitted {
     /// The call has completed; the value is its sequence number.
     Done(u64),
-    /// The call is in flight and must be waited for. It is boxed so that `Submitted` fits into two words, which matters on
-    /// the fast path.
+    /// The call is in flight and must be waited for. It is boxed so that `Submitted` fits into two words, which matters
+    /// on the fast path.
     Pending(Box<Call>),
 }
 

@@ -372,7 +372,8 @@ impl Driver {
         moved
     }
 
-    /// Follows the start of a call: makes one pass for an asynchronous call, and ensures a driver thread where one is needed.
+    /// Follows the start of a call: makes one pass for an asynchronous call, and ensures a driver thread where one is
+    /// needed.
     pub(crate) fn after_start(&self, call: &CallState) {
         if call.is_async && !call.is_done() {
             self.submitted.store(time::now().nanos(), Ordering::Relaxed);

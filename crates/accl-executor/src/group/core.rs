@@ -275,8 +275,6 @@ impl Core {
         self.completed.follow();
     }
 
-    // ---- links
-
     /// Returns a group, if it exists.
     pub fn group(&self, id: u64) -> Option<&GroupState> {
         self.groups.get(&id)

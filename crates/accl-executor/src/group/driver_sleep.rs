@@ -1,17 +1,20 @@
 //! The protocol between a driver that sleeps in the poller and the threads that make progress meanwhile.
 //!
 //! Owns who receives events, and whether the driver must be woken. A sleeping driver has armed all links, so an event
-//! wakes it. A *watcher* is a thread that polls the links in a loop. The first watcher mutes events, and the last one
-//! arms the links again. Owns no link and no thread: `parking` acts on the links, and the engine wakes the driver.
+//! wakes it. A *watcher* is a thread that polls the links in a loop. The first watcher of a sleep mutes events. The last
+//! one arms the links again, or wakes the driver. Owns no link and no thread: `parking` acts on the links, and the
+//! engine wakes the driver.
 //!
 //! | state | `sleep` | `wake` | `begin_watch` | `end_watch` | `note_progress` |
 //! |---|---|---|---|---|---|
 //! | `Awake` | `Asleep` | `Awake` | `Awake`, no watcher | not called | `Awake` |
 //! | `Asleep` | not called | `Awake` | `Watched`, 1 watcher: mute events | not called | `Asleep`, with news |
-//! | `Watched`, n watchers | not called | `Outlasted` | `Watched`, n + 1 | `Watched`, n - 1 | `Watched`, with news |
-//! | `Watched`, 1 watcher | not called | `Outlasted` | `Watched`, 2 | `Asleep`: arm links first | `Watched`, with news |
-//! | `Outlasted`, n watchers | `Watched` | `Outlasted` | `Outlasted`, same n | `Outlasted`, n - 1 | `Outlasted` |
+//! | `Watched`, n > 1 watchers | not called | `Outlasted` | `Watched`, n + 1 | `Watched`, n - 1 | `Watched`, with news |
+//! | `Watched`, 1 watcher | not called | `Outlasted` | `Watched`, 2 | `Asleep`: arm links first, or wake | `Watched`, with news |
+//! | `Outlasted`, n > 1 watchers | `Watched` | `Outlasted` | `Outlasted`, same n | `Outlasted`, n - 1 | `Outlasted` |
 //! | `Outlasted`, 1 watcher | `Watched` | `Outlasted` | `Outlasted`, same 1 | `Awake` | `Outlasted` |
+//!
+//! A driver that sleeps while watchers of its last sleep still poll leaves events on. They may wake it for nothing.
 //!
 //! *News* is progress of which the driver does not know: its call may be done.
 
@@ -106,6 +109,7 @@ impl DriverSleep {
 
     /// The driver goes to sleep until `until`, with all links armed.
     pub(super) fn sleep(&mut self, until: Moment) {
+        debug_assert!(!self.is_asleep(), "{self:?}: only one driver sleeps, and once");
         let sleep = Sleep { until, has_news: false };
         *self = match *self {
             Self::Awake | Self::Asleep(_) => Self::Asleep(sleep),
@@ -137,8 +141,10 @@ impl DriverSleep {
         }
     }
 
-    /// A watcher stops. If it is the last one of a sleeping driver, it has armed the links before.
+    /// A watcher stops. If it is the last one of a sleeping driver, it has armed the links before, or wakes the driver
+    /// right after.
     pub(super) fn end_watch(&mut self) {
+        debug_assert!(self.watchers() > 0, "{self:?}: no thread watches");
         *self = match *self {
             Self::Watched(sleep, watchers) => {
                 watchers.less_one().map_or(Self::Asleep(sleep), |left| Self::Watched(sleep, left))

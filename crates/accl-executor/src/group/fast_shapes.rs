@@ -28,3 +28,34 @@ impl FastShapes {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::plan::shape::tests::{shape_of, sum};
+
+    const SEGMENT: u64 = 1 << 16;
+
+    #[test]
+    fn equal_shapes_are_kept_once_although_each_was_computed_anew() {
+        let mut fast = FastShapes::default();
+        for _ in 0..20 {
+            fast.keep(&sum(4), &shape_of(&sum(4)), SEGMENT);
+        }
+        // Copies would have displaced each other, and the next shapes too.
+        for count in 1..=16 {
+            fast.keep(&sum(count), &shape_of(&sum(count)), SEGMENT);
+        }
+        assert!((1..=16).all(|count| fast.shapes.find(&sum(count), 2).is_some()));
+    }
+
+    #[test]
+    fn a_call_whose_messages_need_several_frames_is_not_kept() {
+        let mut fast = FastShapes::default();
+        let large = sum(1 << 20);
+        fast.keep(&large, &shape_of(&large), SEGMENT);
+        assert!(fast.shapes.find(&large, 2).is_none() && fast.most_bytes == 0);
+        fast.keep(&sum(4), &shape_of(&sum(4)), SEGMENT);
+        assert_eq!(fast.most_bytes, 16);
+    }
+}

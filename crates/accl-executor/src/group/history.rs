@@ -78,6 +78,7 @@ impl History {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::plan::shape::tests::{shape_of, sum};
 
     fn signature(count: u64) -> Signature {
         Signature { count, ..Signature::default() }
@@ -108,6 +109,21 @@ mod tests {
         history.add(4, &signature(7));
         assert!(history.add_alike(5) && !history.add_alike(7) && !history.add_alike(5));
         assert_eq!([4, 5, 6].map(|seq| history.signature(seq)), [Some(signature(7)), Some(signature(7)), None]);
+    }
+
+    #[test]
+    fn a_fast_call_after_another_call_has_its_own_signature() {
+        let (small, large) = (shape_of(&sum(4)), shape_of(&sum(8)));
+        let mut history = History::default();
+        history.add_fast(0, &small);
+        history.add_fast(1, &small);
+        history.add(2, &large.signature);
+        history.add_fast(3, &small);
+        history.add_fast(4, &large);
+        history.add_fast(6, &large);
+        let expected = [&small, &small, &large, &small, &large].map(|shape| Some(shape.signature));
+        assert_eq!([0, 1, 2, 3, 4].map(|seq| history.signature(seq)), expected);
+        assert_eq!([5, 6].map(|seq| history.signature(seq)), [None, Some(large.signature)]);
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! Knowledge about processes: whether a peer is here, left or is lost, and the questions and answers about it.
 //!
-//! Owns the links' appearance and loss as groups see them, and out-of-band notes. `core` handles frames of groups. Read
+//! Owns the links' appearance and loss as groups see them, and out-of-band notes. `pass` handles frames of groups. Read
 //! [`PeerFate`] first.
 
 use accl_types::{Error, Moment, Result};

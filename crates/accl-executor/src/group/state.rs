@@ -2,7 +2,7 @@
 //!
 //! Everything here runs under the driver's lock. This module starts calls, dispatches frames to them and advances them.
 //! `fast_calls` runs small calls, `report` answers what a call waits for, `failure` fails the group, `departure` leaves
-//! it. The caller's side is the `api::group` module of accl-engine, and `core` takes frames off links. Read
+//! it. The caller's side is the `api::group` module of accl-engine, and `pass` takes frames off links. Read
 //! [`GroupState`] first.
 //!
 //! This file is long because frames, calls and failures of one group change the same fields; each function is short.

@@ -146,7 +146,7 @@ impl Caller {
     /// Resumes a call that stopped on the fast path: adds it to the calls in flight.
     ///
     /// # Errors
-    /// Returns the errors of [`Caller::start`].
+    /// Returns the errors of [`Caller::start`]. The call had taken its sequence number before.
     pub fn resume(
         &self,
         core: &mut Core,

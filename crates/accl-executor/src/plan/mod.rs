@@ -5,7 +5,7 @@ mod cache;
 mod encoded;
 mod op;
 mod region;
-mod shape;
+pub(crate) mod shape;
 pub(crate) mod signature;
 
 pub(crate) use build::Plan;

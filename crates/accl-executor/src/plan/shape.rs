@@ -130,9 +130,9 @@ impl Shapes {
         self.shapes.get(index.saturating_sub(1))
     }
 
-    /// Returns whether this very shape is in the list.
+    /// Returns whether a shape is in the list, or another shape of the same calls.
     pub(crate) fn contains(&self, shape: &Arc<Shape>) -> bool {
-        self.shapes.iter().any(|known| Arc::ptr_eq(known, shape))
+        self.shapes.iter().any(|known| Arc::ptr_eq(known, shape) || known.key == shape.key)
     }
 
     /// Adds a shape that is not in the list. If the list is full, its last shape is dropped.
@@ -308,4 +308,29 @@ fn check_kept_block(collective: Collective, key: &PlanKey, rank: Rank) -> Result
 fn block_elems(blocks: &Blocks, elem_bytes: u64) -> Vec<Vec<Elems>> {
     let count = |tensor: &TensorDesc| Elems(tensor.len_bytes() / elem_bytes);
     blocks.iter().map(|block| block.iter().map(count).collect()).collect()
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use accl_schedule::cost::{IntraNode, Machine, Placement};
+    use accl_schedule::{Basis, Chooser, Topology};
+
+    use super::*;
+    use crate::plan::Planner;
+
+    /// Describes the sum of `count` elements over the ranks, in place.
+    pub(crate) fn sum(count: u64) -> CallDesc {
+        let tensor = TensorDesc::dense(std::ptr::dangling_mut(), Dtype::F32, Elems(count));
+        CallDesc { outputs: Blocks::of(tensor), ..CallDesc::new(Collective::AllReduce, Dtype::F32) }
+    }
+
+    /// Computes the shape of a call of two ranks on one host.
+    pub(crate) fn shape_of(desc: &CallDesc) -> Arc<Shape> {
+        let placement = Placement { intra_node: IntraNode::Shm, cores: 2, segment_bytes: 1 << 16 };
+        let basis = Basis { machine: Machine::default(), placement, deterministic: false };
+        let planner = Planner::new(Chooser::new(Topology::flat(2), Vec::new(), &basis), Rank(0));
+        let draft = Draft::new(desc, Rank(0), 2).unwrap();
+        let plan = planner.plan(&draft.plan_key).unwrap();
+        Arc::new(draft.with_plan(desc, 2, plan))
+    }
 }
