@@ -23,9 +23,9 @@ const LEAST_SHARED_PART_PS: u64 = 1_000_000_000;
 pub enum Least {
     /// Minimum predicted times, in picoseconds.
     Time {
-        /// Of a call.
+        /// Least time of a call.
         call: u64,
-        /// Of each of its parts.
+        /// Least time of each of its parts.
         part: u64,
     },
     /// Minimum bytes of a part. For tests, which must not depend on predictions.

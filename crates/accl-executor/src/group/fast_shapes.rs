@@ -37,7 +37,7 @@ mod tests {
     const SEGMENT: u64 = 1 << 16;
 
     #[test]
-    fn equal_shapes_are_kept_once_although_each_was_computed_anew() {
+    fn equal_shapes_are_kept_once_although_each_was_computed_again() {
         let mut fast = FastShapes::default();
         for _ in 0..20 {
             fast.keep(&sum(4), &shape_of(&sum(4)), SEGMENT);
