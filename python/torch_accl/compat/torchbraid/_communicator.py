@@ -1,6 +1,6 @@
 """Communicators by mpi4py's names, over process groups of torch.
 
-Owns the communication of ranks outside of a solve: objects, buffers, splits. `_messages.py` sends and matches messages.
+Owns the communication of ranks outside of a solve: objects, buffers, splits. `_mailbox.py` sends and matches messages.
 `_world.py` finds the ranks and creates their group. `_mpi.py` has the names that a script takes from `MPI`.
 """
 
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ._buffers import IN_PLACE, Part, simple, vector
+from ._mailbox import Mailbox, Receive, mailbox_of
 from ._messages import (
     ANY_SOURCE,
     ANY_TAG,
@@ -27,11 +28,9 @@ from ._messages import (
     KINDS,
     OBJECT,
     UNDEFINED,
-    Mailbox,
-    Receive,
     Request,
     Status,
-    mailbox_of,
+    rank_of,
     tag_of,
 )
 
@@ -166,10 +165,11 @@ class Comm:
         return False
 
     def Abort(self, errorcode: int = 0) -> NoReturn:
-        """Ends this process at once; the launcher ends the others."""
+        """Ends this process at once, as failed: with the lowest 8 bits of `errorcode`, or with 1 if they are 0. The
+        launcher ends the others."""
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(errorcode)
+        os._exit(errorcode & 0xFF or 1)
 
     # ---- splitting
 
@@ -219,16 +219,19 @@ class Comm:
     def Free(self) -> None:
         """Waits until this rank's messages are sent, and destroys the group, unless it is the default group. Collective."""
         group = self.group
-        self._mailbox.flush()
-        if group is not None and group is not dist.group.WORLD:
-            dist.destroy_process_group(group)
+        try:
+            self._mailbox.flush(group)
+        finally:
+            if group is not None and group is not dist.group.WORLD:
+                dist.destroy_process_group(group)
 
     # ---- collectives on objects
 
     def Barrier(self) -> None:
-        """Waits until all ranks have called it."""
+        """Waits until all ranks have called it. Receives messages for posted receives meanwhile."""
         if (group := self.group) is not None:
-            dist.barrier(group=group)
+            work = dist.barrier(group=group, async_op=True)
+            self._mailbox.wait(group, [] if work is None else [work])
 
     barrier = Barrier
 
@@ -237,17 +240,17 @@ class Comm:
         self._check_root("bcast", root)
         group = self.group
         if group is None:
-            return obj
+            return _copied(obj)
         objects = [obj]
         dist.broadcast_object_list(objects, group=group, group_src=root)
-        return objects[0]
+        return _copied(obj) if group.rank() == root else objects[0]
 
     def gather(self, sendobj: Any, root: int = 0) -> list[Any] | None:
         """Returns the objects of all ranks on the root; None on the others."""
         self._check_root("gather", root)
         group = self.group
         if group is None:
-            return [sendobj]
+            return [_copied(sendobj)]
         found: list[Any] | None = [None] * group.size() if group.rank() == root else None
         dist.gather_object(sendobj, found, group=group, group_dst=root)
         return found
@@ -256,7 +259,7 @@ class Comm:
         """Returns the objects of all ranks."""
         group = self.group
         if group is None:
-            return [sendobj]
+            return [_copied(sendobj)]
         found: list[Any] = [None] * group.size()
         dist.all_gather_object(found, sendobj, group=group)
         return found
@@ -267,7 +270,7 @@ class Comm:
         group = self.group
         if group is None:
             assert given is not None
-            return given[0]
+            return _copied(given[0])
         found: list[Any] = [None]
         dist.scatter_object_list(found, given, group=group, group_src=root)
         return found[0]
@@ -496,9 +499,7 @@ class Comm:
 
     def _check_root(self, call: str, root: int) -> bool:
         """Returns whether this rank is the root."""
-        if not 0 <= root < self.size:
-            raise ValueError(f"{call} with root {root}: this communicator has ranks 0 to {self.size - 1}")
-        return self.rank == root
+        return self.rank == rank_of(call, "with root", root, self.size)
 
     @staticmethod
     def _given(call: str, own: Any, whole: Any, is_root: bool) -> Any:
@@ -517,7 +518,7 @@ class Comm:
 
     def ssend(self, obj: Any, dest: int, tag: int = 0) -> None:
         """Sends an object, and returns when it is sent. A large object waits for its receiver, up to the group's timeout."""
-        self.isend(obj, dest, tag).wait_until_sent()
+        self._ssend("ssend", _bytes_of(obj), dest, tag, OBJECT)
 
     def isend(self, obj: Any, dest: int, tag: int = 0) -> Request:
         """Starts to send an object."""
@@ -542,7 +543,7 @@ class Comm:
         Messages match receives in the order in which the receives are posted, whatever order they are waited for in.
         """
         receive = self._mailbox.post(*self._from("irecv", source, tag))
-        return Request([], [], lambda status: self._received_object(receive, status), receive.withdraw)
+        return self._request(receive, lambda status: self._received_object(receive, status))
 
     def sendrecv(
         self,
@@ -566,7 +567,7 @@ class Comm:
 
     def Ssend(self, buf: Any, dest: int, tag: int = 0) -> None:
         """Sends the elements of a buffer, and returns when they are sent, as `ssend` does."""
-        self.Isend(buf, dest, tag).wait_until_sent()
+        self._ssend("Ssend", *_bytes_in(buf, "Ssend", dest, tag))
 
     def Isend(self, buf: Any, dest: int, tag: int = 0) -> Request:
         """Starts to send the elements of a buffer."""
@@ -603,25 +604,30 @@ class Comm:
         """Returns a request for elements, which are received into the buffer in its `wait`. Matches as `irecv` does."""
         out = simple(buf, "Irecv", is_written=True)
         receive = self._mailbox.post(*self._from("irecv", source, tag))
-        return Request([], [], lambda status: self._received_elements(out, receive, status), receive.withdraw)
+        return self._request(receive, lambda status: self._received_elements(out, receive, status))
+
+    def _request(self, receive: Receive, take: Callable[[Status | None], Any]) -> Request:
+        return Request(take, lambda: self._mailbox.has_come(self.group, receive), receive.withdraw)
 
     def _send(self, data: Tensor, dest: int, tag: int, kind: int) -> None:
-        self._mailbox.send(self.group, data, *self._to("send", dest, tag), kind)
+        self._post(data, dest, tag, kind, call="send").wait()
 
-    def _post(self, data: Tensor, dest: int, tag: int, kind: int) -> Request:
-        return self._mailbox.isend(self.group, data, *self._to("isend", dest, tag), kind)
+    def _ssend(self, call: str, data: Tensor, dest: int, tag: int, kind: int) -> None:
+        self._post(data, dest, tag, kind, call=call)
+        self._mailbox.await_sent(self.group, dest)
+
+    def _post(self, data: Tensor, dest: int, tag: int, kind: int, call: str = "isend") -> Request:
+        to, number = self._to(call, dest, tag)
+        self._mailbox.isend(self.group, data, to, number, kind)
+        return Request(lambda _: self._mailbox.limit(self.group, to))
 
     def _to(self, call: str, dest: int, tag: int) -> tuple[int, int]:
         """Returns the rank and the tag of a message, checked."""
-        if not 0 <= dest < self.size:
-            raise ValueError(f"{call} to rank {dest}: this communicator has ranks 0 to {self.size - 1}")
-        return dest, tag_of(call, tag, is_receive=False)
+        return rank_of(call, "to rank", dest, self.size), tag_of(call, tag, is_receive=False)
 
     def _from(self, call: str, source: int, tag: int) -> tuple[int, int]:
         """Returns the rank and the tag of a receive, checked."""
-        if source != ANY_SOURCE and not 0 <= source < self.size:
-            raise ValueError(f"{call} from rank {source}: this communicator has ranks 0 to {self.size - 1}")
-        return source, tag_of(call, tag, is_receive=True)
+        return rank_of(call, "from rank", source, self.size, may_be_any=True), tag_of(call, tag, is_receive=True)
 
 
 class _Null(Comm):
@@ -640,6 +646,11 @@ class _Null(Comm):
 
 COMM_NULL = _Null()
 _ADD = Op("SUM", lambda a, b: a + b, dist.ReduceOp.SUM)
+
+
+def _copied(obj: Any) -> Any:
+    """Returns a copy of an object, as another rank would get it."""
+    return pickle.loads(pickle.dumps(obj))
 
 
 def _bytes_of(obj: Any) -> Tensor:

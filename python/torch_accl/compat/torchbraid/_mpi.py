@@ -27,8 +27,7 @@ from ._communicator import (
     Request,
     Status,
 )
-from ._messages import flush_all
-from ._world import COMM_SELF, COMM_WORLD, begin
+from ._world import COMM_SELF, COMM_WORLD, begin, end, has_ended
 
 __all__ = [
     "ANY_SOURCE",
@@ -137,10 +136,9 @@ def Init(backend: str | None = None) -> None:
 
 
 def Finalize() -> None:
-    """Waits until this rank's messages are sent, and destroys torch's groups."""
-    if dist.is_initialized():
-        flush_all()
-        dist.destroy_process_group()
+    """Waits until this rank's messages are sent, and destroys torch's groups. Later uses of `COMM_WORLD` are errors,
+    unless `Init` comes first."""
+    end()
 
 
 def Is_initialized() -> bool:
@@ -149,8 +147,8 @@ def Is_initialized() -> bool:
 
 
 def Is_finalized() -> bool:
-    """Returns False: communication is always possible."""
-    return False
+    """Returns whether `Finalize` has ended communication."""
+    return has_ended()
 
 
 def __getattr__(name: str) -> NoReturn:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import threading
 from typing import Any
 
 import torch
@@ -18,9 +19,11 @@ from torch_accl_launch import detect_launcher
 
 from ..._from_mpi import init_from_mpi
 from ._communicator import Comm
-from ._messages import flush_at_exit
+from ._mailbox import flush_all, flush_at_exit
 
-__all__ = ["COMM_SELF", "COMM_WORLD", "begin", "communicator_of"]
+__all__ = ["COMM_SELF", "COMM_WORLD", "begin", "communicator_of", "end", "has_ended"]
+
+_ENDED = threading.Event()
 
 
 def begin(backend: str | None = None) -> None:
@@ -36,18 +39,40 @@ def begin(backend: str | None = None) -> None:
                 f"MPI.Init({backend!r}): the existing group has the backend {_backends()}; call MPI.Init first, and do not call init_process_group"
             )
         return
-    found = detect_launcher(os.environ)
-    if found is not None and found.world > 1:
+    _ENDED.clear()
+    if _has_other_ranks():
         dist.init_process_group(backend or _usual_backend())
         if "accl" not in _backends():
             atexit.register(_end_at_exit)
 
 
+def end() -> None:
+    """Waits until this rank's messages are sent, and destroys torch's groups."""
+    _ENDED.set()
+    if dist.is_initialized():
+        try:
+            flush_all()
+        finally:
+            dist.destroy_process_group()
+
+
+def has_ended() -> bool:
+    """Returns whether `end` was called since the group was created."""
+    return _ENDED.is_set() and not dist.is_initialized()
+
+
+def _has_other_ranks() -> bool:
+    found = detect_launcher(os.environ)
+    return found is not None and found.world > 1
+
+
 def _end_at_exit() -> None:
     """Destroys the groups, as MPI does at exit. A group of gloo that still exists then may abort the process."""
     if dist.is_initialized():
-        flush_at_exit()
-        dist.destroy_process_group()
+        try:
+            flush_at_exit()
+        finally:
+            dist.destroy_process_group()
 
 
 def _backends() -> str:
@@ -60,6 +85,9 @@ def _usual_backend() -> str:
 
 
 def _world() -> dist.ProcessGroup | None:
+    if has_ended() and _has_other_ranks():
+        # Another group would wait for ranks that may have exited.
+        raise RuntimeError("MPI.COMM_WORLD after MPI.Finalize(): move the call before Finalize, or call MPI.Init first")
     begin()
     return dist.group.WORLD if dist.is_initialized() else None
 

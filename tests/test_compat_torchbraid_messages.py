@@ -1,0 +1,291 @@
+"""Messages of torchbraid's communicator: requests, large messages, threads, and the end of the program."""
+
+import textwrap
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from support import BACKEND, on_ranks, run_script
+from torch_accl.compat.torchbraid import MPI, _mailbox
+
+pytestmark = pytest.mark.skipif(BACKEND != "accl", reason="about this package only")
+
+SMALL_LIMIT = 1 << 16
+
+
+@pytest.fixture
+def small_limit(monkeypatch):
+    """Sends wait for their receivers from 64 KiB on, as they do from 256 MiB on by default."""
+    monkeypatch.setattr(_mailbox, "_BUFFERED_BYTES", SMALL_LIMIT)
+
+
+def ended_well(code, world=2, **fields):
+    text = textwrap.dedent(code)
+    for name, value in fields.items():
+        text = text.replace("{" + name + "}", value)
+    ended = run_script(text, world)
+    assert [each.exitcode for each in ended] == [0] * world, [each.stderr for each in ended]
+    return [each.stdout for each in ended]
+
+
+@pytest.mark.parametrize("backend", ["accl", "gloo"])
+@pytest.mark.parametrize("end", ["MPI.Finalize()", "pass"])
+def test_a_message_whose_request_is_dropped_arrives_before_the_program_ends(backend, end):
+    code = """
+        import time
+        from torch_accl.compat.torchbraid import MPI
+        MPI.Init("{backend}")
+        comm = MPI.COMM_WORLD
+        if comm.rank == 0:
+            comm.isend(bytes(4000000), 1)
+            comm.isend("last", 1)
+            {end}
+        else:
+            time.sleep(0.5)
+            assert len(comm.recv(source=0)) == 4000000 and comm.recv(source=0) == "last"
+            print("received")
+            {end}
+    """
+    assert "received" in ended_well(code, backend=backend, end=end)[1]
+
+
+def test_dropped_requests_do_not_lose_messages_in_the_middle_of_a_program():
+    code = """
+        import gc, time
+        from torch_accl.compat.torchbraid import MPI
+        MPI.Init("gloo")
+        comm = MPI.COMM_WORLD
+        if comm.rank == 0:
+            for number in range(5):
+                comm.isend(number, 1)
+            gc.collect()
+            comm.send("last", 1)
+        else:
+            time.sleep(0.3)
+            assert [comm.recv(source=0) for _ in range(6)] == [0, 1, 2, 3, 4, "last"]
+            print("received")
+        MPI.Finalize()
+    """
+    assert "received" in ended_well(code)[1]
+
+
+@on_ranks(2)
+def test_the_test_of_a_send_is_true_before_the_message_is_received(rank, world):
+    comm = MPI.COMM_WORLD
+    if rank == 0:
+        request = comm.Isend(torch.ones(1 << 20), 1)
+        assert request.Test() and request.test() == (True, None) and request.wait() is None
+    comm.Barrier()
+    if rank == 1:
+        comm.Recv(into := torch.zeros(1 << 20), 0)
+        assert bool(into.all())
+
+
+@on_ranks(2)
+def test_a_receive_is_tested_without_a_wait(rank, world):
+    comm = MPI.COMM_WORLD
+    if rank == 0:
+        first, second = comm.irecv(source=1, tag=1), comm.irecv(source=MPI.ANY_SOURCE, tag=2)
+        assert not first.Test() and MPI.Request.testall([first, second]) == (False, None)
+        comm.Barrier()
+        while not second.Test():
+            time.sleep(1e-3)
+        assert second.wait() == "second" and not first.Test()
+        comm.Barrier()
+        assert MPI.Request.waitany([second, first]) == (1, "first")
+        assert MPI.Request.Waitany([second, first]) == MPI.UNDEFINED
+        assert MPI.Request.testall([first, second]) == (True, ["first", "second"])
+    else:
+        comm.Barrier()
+        comm.send("second", 0, tag=2)
+        comm.Barrier()
+        comm.send("first", 0, tag=1)
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("how", ["Isend", "Send", "Ssend", "Ssend and Barrier", "any source"])
+def test_posted_receives_let_large_messages_go_both_ways(rank, world, how, small_limit):
+    comm, count = MPI.COMM_WORLD, 1 << 19
+    after, before = (rank + 1) % world, (rank - 1) % world
+    into = [torch.zeros(count) for _ in range(3)]
+    source = MPI.ANY_SOURCE if how == "any source" else before
+    receives = [comm.Irecv(each, source, tag) for tag, each in enumerate(into)]
+    sends = []
+    for tag in range(3):
+        data = torch.full((count,), float(3 * rank + tag))
+        if how == "Isend":
+            sends.append(comm.Isend(data, after, tag))
+        else:
+            (comm.Ssend if how.startswith("Ssend") else comm.Send)(data, after, tag)
+    if how.endswith("Barrier"):
+        comm.Barrier()
+    statuses = []
+    MPI.Request.Waitall(sends + receives, statuses)
+    assert [float(each[0]) for each in into] == [float(3 * before + tag) for tag in range(3)]
+    assert all(bool((each == each[0]).all()) for each in into)
+    assert [status.Get_source() for status in statuses[-3:]] == [before] * 3
+
+
+@on_ranks(2)
+def test_a_barrier_receives_messages_whose_senders_wait_for_that(rank, world):
+    comm = MPI.COMM_WORLD
+    if rank == 0:
+        request = comm.Irecv(into := torch.zeros(1 << 20), 1)
+        comm.Barrier()
+        request.Wait()
+        assert bool(into.all())
+    else:
+        comm.Ssend(torch.ones(1 << 20), 0)
+        comm.Barrier()
+
+
+@on_ranks(3)
+def test_messages_of_two_ranks_are_not_mixed_while_one_from_any_rank_is_awaited(rank, world):
+    comm = MPI.COMM_WORLD
+    if rank == 0:
+        named = comm.irecv(source=1, tag=5)
+        # Starts to receive from rank 1, so that two receives are under way.
+        named.Test()
+        found = [comm.recv(source=MPI.ANY_SOURCE, tag=tag) for tag in (1, 2) for _ in range(2)]
+        assert sorted(found) == [(1, 1), (1, 2), (2, 1), (2, 2)]
+        assert named.wait() == (1, 5)
+    else:
+        for tag in (1, 2, 5) if rank == 1 else (1, 2):
+            comm.send((rank, tag), 0, tag)
+    comm.Barrier()
+
+
+@on_ranks(2)
+def test_several_threads_send_and_receive_at_once(rank, world):
+    comm, other, failures = MPI.COMM_WORLD, 1 - rank, []
+
+    def work(call, tag):
+        try:
+            for number in range(100):
+                if call == "send":
+                    comm.send((tag, number), other, tag)
+                elif (found := comm.recv(source=other, tag=tag)) != (tag, number):
+                    failures.append((tag, number, found))
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(call, tag)) for call in ("send", "recv") for tag in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not failures and not any(thread.is_alive() for thread in threads)
+    comm.Barrier()
+
+
+@on_ranks(1, 2)
+def test_collectives_return_copies_of_objects(rank, world):
+    comm = MPI.COMM_WORLD
+    mine = [float(rank)]
+    results = [
+        comm.bcast(mine, 0),
+        comm.allgather(mine)[rank],
+        (comm.gather(mine, 0) or [[]])[0],
+        comm.scatter([mine] * world if rank == 0 else None, 0),
+        comm.alltoall([mine] * world)[rank],
+        comm.allreduce(mine),
+        comm.reduce(mine, root=0) or [],
+        comm.scan(mine),
+    ]
+    for result in results:
+        result.append("changed")
+    assert mine == [float(rank)]
+
+
+def test_an_abort_without_a_code_is_a_failure():
+    code = """
+        from torch_accl.compat.torchbraid import MPI
+        MPI.Init()
+        MPI.COMM_WORLD.Barrier()
+        if MPI.COMM_WORLD.rank == 0:
+            MPI.COMM_WORLD.Abort({code})
+        import time
+        time.sleep(0.1)
+    """
+    for number, expected in (("", 1), ("0", 1), ("256", 1), ("3", 3)):
+        ended = run_script(textwrap.dedent(code).replace("{code}", number), 2)
+        assert ended[0].exitcode == expected, ended[0].stderr
+
+
+def test_the_world_is_refused_after_finalize_instead_of_another_rendezvous():
+    code = """
+        from torch_accl.compat.torchbraid import MPI
+        comm = MPI.COMM_WORLD
+        assert comm.size == 2 and not MPI.Is_finalized()
+        MPI.Finalize()
+        assert MPI.Is_finalized()
+        if {rank} == 0:
+            try:
+                comm.size
+            except RuntimeError as error:
+                assert "after MPI.Finalize(): move the call before Finalize" in str(error)
+                print("refused")
+    """
+    assert "refused" in ended_well(code, rank="int(__import__('os').environ['RANK'])")[0]
+
+
+@on_ranks(1)
+def test_wrong_arguments_are_named_with_their_call(rank, world):
+    comm = MPI.COMM_WORLD
+    for call, kind, text in (
+        (lambda: comm.send(1, None), TypeError, "send to rank None: expected an integer"),
+        (lambda: comm.send(1, 0.0), TypeError, "send to rank 0.0: expected an integer"),
+        (lambda: comm.recv(source=None), TypeError, "recv from rank None: expected an integer"),
+        (lambda: comm.bcast(1, None), TypeError, "bcast with root None: expected an integer"),
+        (lambda: comm.bcast(1, 4), ValueError, "bcast with root 4: this communicator has ranks 0 to 0"),
+        (lambda: comm.send(1, 0, 1 << 63), ValueError, "send with tag 9223372036854775808: expected a tag from 0 to"),
+        (lambda: comm.isend(1, 0).Free(), AttributeError, "a request .* has no Free; use Wait, Test"),
+        (lambda: MPI.Status().Is_cancelled(), AttributeError, "a status .* has no Is_cancelled; use Get_source"),
+    ):
+        with pytest.raises(kind, match=text):
+            call()
+
+
+class _Work:
+    """A torch work that is complete only after a wait, as gloo's are."""
+
+    def __init__(self, looks, error=None):
+        self.looks, self.error, self.is_over = looks, error, False
+
+    def is_completed(self):
+        self.looks.append(self)
+        return self.is_over
+
+    def wait(self):
+        self.is_over = True
+        if self.error is not None:
+            raise self.error
+
+
+def _sending_mailbox(monkeypatch, errors=()):
+    looks, waited = [], iter([*errors, *[None] * 10000])
+    monkeypatch.setattr(_mailbox, "device_of", lambda group: torch.device("cpu"))
+    monkeypatch.setattr(_mailbox, "_shows_completion", lambda group: False)
+    monkeypatch.setattr(dist, "isend", lambda *args, **named: _Work(looks, next(waited)))
+    return _mailbox.Mailbox(), SimpleNamespace(rank=lambda: 0), looks
+
+
+def test_one_more_message_costs_the_same_however_many_are_under_way(monkeypatch):
+    box, group, looks = _sending_mailbox(monkeypatch)
+    for _ in range(1500):
+        box.isend(group, torch.ones(4, dtype=torch.uint8), 1, 0, 0)
+        box.limit(group, 1)
+    assert len(looks) <= 2 * 1500
+    assert len(box._sends[1]) <= 1000
+
+
+def test_a_message_that_cannot_be_sent_does_not_keep_others_from_being_sent(monkeypatch):
+    box, group, _ = _sending_mailbox(monkeypatch, [RuntimeError("rank 1 is lost")])
+    for dest in (1, 2, 2):
+        box.isend(group, torch.ones(4, dtype=torch.uint8), dest, 0, 0)
+    with pytest.raises(RuntimeError, match="rank 1 is lost"):
+        box.flush(group)
+    assert not any(box._sends.values()) and not any(box._bytes.values())
