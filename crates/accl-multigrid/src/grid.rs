@@ -5,36 +5,22 @@
 
 use accl_types::{Error, Result};
 
-/// The role of a layer in the solver.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Kind {
-    /// A step `x + dt * f(x)` of a differential equation; the layer computes f.
-    Increment,
-    /// A step `f(x, dt)` of a differential equation.
-    Timed,
-    /// A step `f(x)` of a differential equation, such as a block with its own skip connection. A coarse step goes as
-    /// many times as far as it spans.
-    Residual,
-    /// A step of a differential equation with its own coarse step, such as an implicit step. The layer also computes
-    /// the coarse step's effect on a cotangent.
-    Custom,
-    /// `f(x)`, not a step of an equation; it may change the shape of the state.
-    Plain,
-}
+use crate::kind::Kind;
 
 /// A layer of the net.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Layer {
     /// The layer's role.
     pub kind: Kind,
-    /// Whether the layer is an interval of its own on every level. Plain layers always are.
+    /// Whether the layer is an interval of its own on every level. Layers of some kinds always are
+    /// ([`Kind::is_apart`]).
     pub is_apart: bool,
 }
 
 impl Layer {
-    /// A layer that may be part of coarse steps, unless it is plain.
+    /// A layer that may be part of coarse steps, if its kind can.
     pub const fn of(kind: Kind) -> Self {
-        Self { kind, is_apart: matches!(kind, Kind::Plain) }
+        Self { kind, is_apart: kind.is_apart() }
     }
 }
 
@@ -78,7 +64,7 @@ impl Grid {
         if layers.is_empty() {
             return Err(Error::invalid_argument("a net without layers; give at least one"));
         }
-        let is_apart = |layer: u32| layers[layer as usize].is_apart || layers[layer as usize].kind == Kind::Plain;
+        let is_apart = |layer: u32| layers[layer as usize].is_apart || layers[layer as usize].kind.is_apart();
         let count = layers.len() as u32;
         let mut levels = vec![Level::of(layers, (0..=count).collect(), (0..=count).collect())];
         for (index, &factor) in factors.iter().enumerate() {

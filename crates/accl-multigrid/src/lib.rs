@@ -1,8 +1,8 @@
 //! Layer-parallel training as data: a list of operations for each rank. Together the lists solve a net of layers by
 //! multigrid in time, or run it as a pipeline.
 //!
-//! Owns the points of each level ([`Grid`]), the owner of each layer ([`Placement`]), the cycle ([`Cycle`]) and the
-//! builders of plans ([`mgrit`], [`pipeline`]). Also owns the checker ([`check`]), the memory that values need
+//! Owns the kinds of layers ([`Kind`]), the points of each level ([`Grid`]), the owner of each layer ([`Placement`]),
+//! the cycle ([`Cycle`]) and the builders of plans ([`mgrit`], [`pipeline`]). Also owns the checker ([`check`]), the memory that values need
 //! ([`memory`]) and the time that a plan takes ([`cost`]).
 //! Knows no tensor, thread, clock, socket or environment: the caller that executes the lists computes the layers and
 //! sends the states. Read [`Op`] first.
@@ -17,6 +17,7 @@ pub mod check;
 pub mod cost;
 mod cycle;
 mod grid;
+mod kind;
 mod line;
 pub mod memory;
 mod placement;
@@ -24,6 +25,7 @@ mod plan;
 
 pub use build::{Schedule, mgrit, pipeline};
 pub use cycle::{Cycle, Norms, Reuse, Shape, Start};
-pub use grid::{Grid, Kind, Layer, Level, Step};
+pub use grid::{Grid, Layer, Level, Step};
+pub use kind::{Kind, StepRule};
 pub use placement::Placement;
 pub use plan::{Op, Pass, Phase, PhaseKind, Plan, Value};

@@ -5,7 +5,8 @@
 
 use accl_types::Rank;
 
-use crate::grid::{Grid, Kind, Step};
+use crate::grid::{Grid, Step};
+use crate::kind::Kind;
 use crate::placement::Placement;
 use crate::plan::Pass;
 

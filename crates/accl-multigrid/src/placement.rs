@@ -85,7 +85,8 @@ impl Placement {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::grid::{Kind, Layer};
+    use crate::grid::Layer;
+    use crate::kind::Kind;
 
     fn counts(placement: &Placement) -> Vec<usize> {
         let of = |rank| (0..placement.layers()).filter(|&layer| placement.owner(layer) == Rank(rank)).count();

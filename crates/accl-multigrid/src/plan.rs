@@ -55,12 +55,14 @@ pub struct Phase {
 pub enum Op {
     /// The following operations belong to this phase.
     Phase(Phase),
-    /// Evaluates a layer at `src`. Forward: the increment f(src) for [`Kind::Increment`](crate::Kind::Increment),
-    /// otherwise the next state. For [`Kind::Timed`](crate::Kind::Timed) and [`Kind::Custom`](crate::Kind::Custom) the
-    /// step covers `span` fine steps.
+    /// Evaluates a layer at `src`. The kind's [rule](crate::Kind::rule) says what the layer computes.
     ///
-    /// Adjoint: the vector-Jacobian product at the state of the layer's final evaluation: of f for an increment,
-    /// otherwise of the whole step. For [`Kind::Custom`](crate::Kind::Custom) the step covers `span` fine steps.
+    /// Forward: the increment f(src) for [`Advance`](crate::StepRule::Advance), otherwise the next state. For
+    /// [`EvalSpan`](crate::StepRule::EvalSpan) the step covers `span` fine steps.
+    ///
+    /// Adjoint: the vector-Jacobian product at the state of the layer's final evaluation. It is the product of f for
+    /// [`Advance`](crate::StepRule::Advance), otherwise of the whole step. For
+    /// [`EvalSpan`](crate::StepRule::EvalSpan) the step covers `span` fine steps.
     Eval {
         pass: Pass,
         layer: u32,

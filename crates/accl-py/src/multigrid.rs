@@ -222,13 +222,6 @@ fn layer_levels(layers: Vec<LayerSpec>, factors: Vec<u32>) -> PyResult<Vec<Vec<u
 
 // ---- meanings of names
 
-const KINDS: [(&str, Kind); 5] = [
-    ("ode", Kind::Increment),
-    ("timed", Kind::Timed),
-    ("residual", Kind::Residual),
-    ("custom", Kind::Custom),
-    ("plain", Kind::Plain),
-];
 const PASSES: [(&str, Pass); 2] = [("forward", Pass::Forward), ("adjoint", Pass::Adjoint)];
 const SHAPES: [(&str, Shape); 2] = [("V", Shape::V), ("F", Shape::F)];
 const STARTS: [(&str, Start); 3] =
@@ -261,10 +254,11 @@ fn unknown(what: &str, name: &str, known: &str) -> PyErr {
 }
 
 fn layers_of(layers: &[LayerSpec]) -> PyResult<Vec<Layer>> {
-    layers
-        .iter()
-        .map(|(kind, is_apart)| Ok(Layer { kind: one_of("layer", kind, &KINDS)?, is_apart: *is_apart }))
-        .collect()
+    layers.iter().map(|(kind, is_apart)| Ok(Layer { kind: kind_of(kind)?, is_apart: *is_apart })).collect()
+}
+
+fn kind_of(name: &str) -> PyResult<Kind> {
+    Kind::of(name).ok_or_else(|| unknown("layer", name, &Kind::ALL.map(Kind::name).join(", ")))
 }
 
 fn cycle_of((iterations, shape, relaxations, start, norms, has_final_sweep, reuse): CycleSpec) -> PyResult<Cycle> {

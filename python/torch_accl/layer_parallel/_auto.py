@@ -150,7 +150,7 @@ def _own_times(solve: Solve, evaluation: Evaluation, parts: int, mesh: int) -> d
     forms = batch.meshes.forms[mesh]
     alike: dict[Any, list[int]] = {}
     for layer, module in evaluation.modules.items():
-        if mesh > 0 and kinds[layer] == "plain":
+        if mesh > 0 and not kinds[layer].is_step:
             continue
         shapes = tuple(parameter.shape for parameter in module.parameters())
         key = (

@@ -1,6 +1,7 @@
-"""The kinds of layers that the solver knows.
+"""The layers of a list, each with its kind.
 
-Owns the five kinds, and the rule that each layer is built from its own seed. `_net.py` evaluates layers.
+Owns the functions that give a layer its kind, and the rule that each layer is built from its own seed. `_kinds.py` owns
+the kinds, and `_net.py` evaluates layers.
 """
 
 from __future__ import annotations
@@ -8,17 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 from torch import nn
 
 from ._drawing import draw_for, drawn_for
+from ._kinds import CUSTOM, ODE, PLAIN, RESIDUAL, TIMED, Kind
 from ._own import OwnNumbers, own_generator, with_own_generator
 
 __all__ = [
     "Block",
-    "Kind",
     "built",
     "custom",
     "drawing_from",
@@ -32,7 +32,6 @@ __all__ = [
 ]
 
 
-Kind = Literal["ode", "timed", "residual", "custom", "plain"]
 Builder = Callable[[int], nn.Module]
 
 _WORD = (1 << 64) - 1
@@ -56,7 +55,7 @@ def ode(f: nn.Module | Builder) -> Block:
 
     `f`: a module, or a function that builds one from the layer's number.
     """
-    return Block(f, "ode")
+    return Block(f, ODE.name)
 
 
 def timed(f: nn.Module | Builder) -> Block:
@@ -64,7 +63,7 @@ def timed(f: nn.Module | Builder) -> Block:
 
     A compiled module gets dt as a tensor, so that one graph serves all levels.
     """
-    return Block(f, "timed")
+    return Block(f, TIMED.name)
 
 
 def residual(block: nn.Module | Builder) -> Block:
@@ -72,7 +71,7 @@ def residual(block: nn.Module | Builder) -> Block:
 
     A coarse step over n layers is `x + n * (block(x) - x)`.
     """
-    return Block(block, "residual")
+    return Block(block, RESIDUAL.name)
 
 
 def custom(layer: nn.Module | Builder) -> Block:
@@ -80,7 +79,7 @@ def custom(layer: nn.Module | Builder) -> Block:
 
     It is for layers with which the other kinds would not converge, such as an implicit step.
     """
-    return Block(layer, "custom")
+    return Block(layer, CUSTOM.name)
 
 
 def plain(layer: nn.Module | Builder) -> Block:
@@ -88,7 +87,7 @@ def plain(layer: nn.Module | Builder) -> Block:
 
     A module in the list without a kind is a plain layer too.
     """
-    return Block(layer, "plain")
+    return Block(layer, PLAIN.name)
 
 
 def mixed(*numbers: int) -> int:

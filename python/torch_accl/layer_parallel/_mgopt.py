@@ -126,7 +126,7 @@ class MGOpt:
         self._moments: Moments | None = settings.get("moments", "scaled") if coarse_optimizer is None else None
         _, ties = layer_facts(net)
         kinds = net._solver.layers.kinds
-        if tied := sorted({layer for group in ties for layer, _ in group if kinds[layer] != "plain"}):
+        if tied := sorted({layer for group in ties for layer, _ in group if kinds[layer].is_step}):
             raise ValueError(
                 f"steps {', '.join(map(str, tied[:5]))}{' ...' if len(tied) > 5 else ''} have tied parameters; only plain layers may have them"
             )
@@ -150,7 +150,7 @@ class MGOpt:
             kinds = made._solver.layers.kinds
             makes, ties = layer_facts(made)
             origins = finer(kinds, makes, factor, is_linear=interpolation == "linear")
-            ratios = [1.0 if kind == "plain" else float(factor) for kind in kinds]
+            ratios = [float(kind.parts(factor)) for kind in kinds]
             self._transfers.append(LevelTransfer(above.net, made, origins, ratios))
             self._levels.append(_Level(made, of_made, ties))
 

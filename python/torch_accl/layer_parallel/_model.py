@@ -258,7 +258,7 @@ class Model(nn.Module):
 
     def check_cycle(self, cycle: Cycle) -> None:
         """Raises `ValueError` for more levels than the net has, or for coarser states without `spatial`."""
-        _native.layer_levels(list(self._plans.net.layers), cycle.factors())
+        _native.layer_levels(self._plans.net.specs, cycle.factors())
         if any(cycle.coarser_levels()) and self._solver.shared.spatial is None:
             raise ValueError(
                 f"Cycle(coarser={cycle.coarser}) of a net without `spatial`; give it functions that coarsen and refine states"
@@ -611,7 +611,7 @@ class Model(nn.Module):
         factors = cycle.factors()
         if not factors:
             return frozenset()
-        return frozenset(_native.layer_levels(list(self._plans.net.layers), factors)[1][:-1])
+        return frozenset(_native.layer_levels(self._plans.net.specs, factors)[1][:-1])
 
 
 # ---- construction

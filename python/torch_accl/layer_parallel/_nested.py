@@ -345,7 +345,8 @@ def _shaped(net: LayerParallel, request: _Request, origins: Sequence[Origin]) ->
     # A net of empty layers computes the placement, and raises for wrong settings before any layer is sent.
     kinds = net._solver.layers.kinds
     hollow = [
-        Block(lambda number: nn.Identity(), kinds[origin.layer], apart) for origin, apart in zip(origins, are_apart)
+        Block(lambda number: nn.Identity(), kinds[origin.layer].name, apart)
+        for origin, apart in zip(origins, are_apart)
     ]
     if "guess" not in request.settings and net.guess is not None:
         settings["guess"] = _guess_of(net.guess, [*(origin.layer for origin in origins), len(before.layers)])
@@ -425,12 +426,12 @@ def _copied(
         fixed = slots_of(module, tied.get(origin.layer, ()))
         if other is not None:
             _mix(module, other.module, origin.share, fixed)
-        is_step = kind != "plain" and (kind in ("ode", "timed") or request.residual == "scaled")
-        if is_step and kind in ("residual", "custom"):
+        is_scaled = kind.is_wrapped(request.residual)
+        if is_scaled:
             module = scaled(module, request.by)
         made.modules[number] = module
         if cls is not None:
-            ratio = request.ratio if is_step and request.moments != "copied" else 1.0
+            ratio = request.ratio if (kind.has_dt or is_scaled) and request.moments != "copied" else 1.0
             made.new_parameters += _new_parameters(cls, number, module, own, other, origin.share, ratio, fixed)
     return made
 
@@ -442,9 +443,8 @@ def _blocks(
     blocks = []
     for number, (origin, is_apart) in enumerate(zip(origins, shape.are_apart)):
         kind = kinds[origin.layer]
-        is_scaled = kind in ("residual", "custom") and request.residual == "scaled"
-        absent = _absent("Scaled" if is_scaled else names[origin.layer])
-        blocks.append(Block(own.modules.get(number, absent), kind, is_apart))
+        absent = _absent("Scaled" if kind.is_wrapped(request.residual) else names[origin.layer])
+        blocks.append(Block(own.modules.get(number, absent), kind.name, is_apart))
     return blocks
 
 

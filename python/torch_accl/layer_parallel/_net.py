@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
-from ._blocks import Kind, drawing_from, mixed
+from ._blocks import drawing_from, mixed
 from ._drawing import Drawing, draw_for
+from ._kinds import LayerKind
 from ._own import own_generator, warn_of_other_threads
 from ._tree import Form, Leaf, form_of, ordered
 
@@ -121,7 +122,7 @@ class Record:
 class Layers:
     """The layers of one rank."""
 
-    def __init__(self, holder: nn.ModuleDict, kinds: Sequence[Kind], dt: float, seed: int) -> None:
+    def __init__(self, holder: nn.ModuleDict, kinds: Sequence[LayerKind], dt: float, seed: int) -> None:
         self._holder = holder
         self.kinds = kinds
         self.dt = dt
@@ -369,22 +370,20 @@ class Evaluation:
             [ordered(state.to(leaf.dtype), leaf) for state, leaf in zip(states, form.states)], constants
         )
         first, named = ((), {}) if extra is None else extra.arguments(given)
-        kind = self.layers.kinds[layer]
-        if kind == "timed":
-            dt = span * self.layers.dt
-            return (
-                *first,
-                state,
-                torch.tensor(dt, dtype=torch.float64, device="cpu") if _is_compiled(self.modules[layer]) else dt,
-            ), named
-        return ((*first, state, span) if kind == "custom" and span > 1 else (*first, state)), named
+        own = self.layers.kinds[layer].arguments(state, span, self.layers.dt)
+        if any(isinstance(each, float) for each in own) and _is_compiled(self.modules[layer]):
+            own = tuple(
+                torch.tensor(each, dtype=torch.float64, device="cpu") if isinstance(each, float) else each
+                for each in own
+            )
+        return (*first, *own), named
 
     def _call(
         self, layer: int, span: int, arguments: tuple[Any, ...], named: dict[str, Any], others: dict[str, Tensor]
     ) -> Any:
-        module = self.modules[layer]
-        if self.layers.kinds[layer] == "custom" and span > 1:
-            module = _Coarse(module)
+        layer_module = self.modules[layer]
+        module = self.layers.kinds[layer].called(layer_module, span)
+        if module is not layer_module:
             others = {f"module.{name}": tensor for name, tensor in others.items()}
         return functional_call(module, others, arguments, named) if others else module(*arguments, **named)
 
@@ -495,7 +494,7 @@ class Evaluation:
             first, last = len(graph.inputs), len(graph.inputs) + len(graph.parameters)
             self._add(layer, [slot for _, slot in self._of_layer[layer]], found[first:last])
             if graph.extras:
-                scale = self._scale(layer)
+                scale = self._weight(layer)
                 extras = [gradient if gradient is None or scale == 1 else gradient * scale for gradient in found[last:]]
                 self.layer_inputs.add(layer, micro_batch, extras)
         states = zip(graph.inputs, found)
@@ -512,20 +511,18 @@ class Evaluation:
             )
         graph, returned = self._recorded(layer, span, micro_batch, record, leaves_trace=False)
         what = f"layer {layer}, evaluated again for its adjoint,"
-        graph.outputs, _ = states_of(returned, record.after, what, may_be_states=self.layers.kinds[layer] == "ode")
+        kind = self.layers.kinds[layer]
+        graph.outputs, _ = states_of(returned, record.after, what, may_be_states=kind.returns_increment)
         if span > 1 or is_kept:
             record.coarse[span] = graph
         return graph
 
-    def _scale(self, layer: int) -> float:
-        """Returns the factor of a layer's gradients.
-
-        For `ode` it is dt, because the plan multiplies the increment by dt outside of the layer.
-        """
-        return self.layers.dt if self.layers.kinds[layer] == "ode" else 1.0
+    def _weight(self, layer: int) -> float:
+        """Returns the factor of a layer's gradients. The plan multiplies the layer's result by it, outside of the layer."""
+        return self.layers.kinds[layer].weight(self.layers.dt)
 
     def _add(self, layer: int, slots: Sequence[int], found: Sequence[Tensor | None]) -> None:
-        scale = self._scale(layer)
+        scale = self._weight(layer)
         for slot, gradient in zip(slots, found):
             if gradient is None:
                 continue
@@ -577,17 +574,6 @@ def _is_compiled(module: nn.Module) -> bool:
     Then numbers among its arguments would be compiled in, with one graph per level.
     """
     return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
-
-
-class _Coarse(nn.Module):
-    """A layer's own coarse step as a module."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, *arguments: Any, **named: Any) -> Any:
-        return self.module.coarse_step(*arguments, **named)  # type: ignore[operator]
 
 
 @functools.cache

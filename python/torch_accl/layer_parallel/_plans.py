@@ -6,28 +6,41 @@ messages include constants, and the order in which receives are posted.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch_accl import _native
 
 from ._cycle import Cycle
+from ._kinds import LayerKind
 
-__all__ = ["ConstantsKey", "Net", "Plans", "Program", "Receive"]
+__all__ = ["ConstantsKey", "Net", "Plans", "Program", "Receive", "specs_of"]
 
 
 Op = tuple[Any, ...]
+# A layer as the native module takes it: the kind whose operations make its steps, and whether it is apart.
+LayerSpec = tuple[str, bool]
 # Key of constants: a segment and a micro-batch. A segment is 0, or the number of a plain layer plus one.
 ConstantsKey = tuple[int, int]
+
+
+def specs_of(layers: Iterable[tuple[LayerKind, bool]]) -> list[LayerSpec]:
+    """Returns layers as the native module takes them."""
+    return [(kind.plan_kind, is_apart) for kind, is_apart in layers]
 
 
 @dataclass(frozen=True)
 class Net:
     """All that a plan depends on: kind of each layer and whether it is apart, and the number of layers of each rank."""
 
-    layers: tuple[tuple[str, bool], ...]
+    layers: tuple[tuple[LayerKind, bool], ...]
     counts: tuple[int, ...]
+
+    @property
+    def specs(self) -> list[LayerSpec]:
+        """The layers as the native module takes them."""
+        return specs_of(self.layers)
 
     @property
     def ranks(self) -> int:
@@ -91,7 +104,7 @@ class Plans:
         self.rank = rank
         self._segments = [0]
         for layer, (kind, _) in enumerate(net.layers):
-            self._segments.append(layer + 1 if kind == "plain" else self._segments[-1])
+            self._segments.append(self._segments[-1] if kind.is_step else layer + 1)
         self._made: dict[Any, Program] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Plans:
@@ -133,7 +146,7 @@ class Plans:
                 cycle.reuse_for(self.net.ranks, is_adjoint=pass_ == "adjoint"),
             )
             plan = _native.LayerPlan.mgrit(
-                list(self.net.layers), factors, list(self.net.counts), pass_, settings, cycle.coarser_levels()
+                self.net.specs, factors, list(self.net.counts), pass_, settings, cycle.coarser_levels()
             )
             self._made[key] = self._program(plan, is_exact=not factors)
         return self._made[key]
@@ -142,7 +155,7 @@ class Plans:
         """Returns a pipeline with `micro_batches` micro-batches."""
         key = (schedule, micro_batches)
         if key not in self._made:
-            plan = _native.LayerPlan.pipeline(list(self.net.layers), list(self.net.counts), schedule, micro_batches)
+            plan = _native.LayerPlan.pipeline(self.net.specs, list(self.net.counts), schedule, micro_batches)
             self._made[key] = self._program(plan, is_exact=True)
         return self._made[key]
 

@@ -22,11 +22,12 @@ from torch.utils import _pytree as pytree
 from torch_accl import _native
 
 from ._audit import Excess
-from ._blocks import Kind, mixed, seeded
+from ._blocks import mixed, seeded
 from ._cells import CoarseCell, FinalCell, PreparedCell, Stepped, stepped
 from ._copies import Copied, Copies
 from ._cycle import Cycle
 from ._failures import LayerParallelError, described, sentence
+from ._kinds import CUSTOM, PLAIN
 from ._model import Mode, Model, Schedule, group_of, replica_of
 from ._net import Evaluation, Extra, LayerInputs, Layers, Parameters, States
 from ._plans import Net, Plans
@@ -268,13 +269,13 @@ class RecurrentParallel(Model):
         if counts not in self._solvers:
             if len(self._solvers) >= _REMEMBERED:
                 self._solvers.pop(next(iter(self._solvers)))
-            specs = (("custom", False),) * sum(counts) + (("plain", True),)
+            layers = ((CUSTOM, False),) * sum(counts) + ((PLAIN, True),)
             tail = self._steps_tail[0]
             names = [type(self.cell).__name__] * sum(counts)
             names.append("output" if tail.tail is None else type(tail.tail).__name__)
             self._solvers[counts] = Solver(
                 self._wire,
-                Plans(Net(specs, (*counts[:-1], counts[-1] + 1)), self._wire.rank),
+                Plans(Net(layers, (*counts[:-1], counts[-1] + 1)), self._wire.rank),
                 Steps(self, self.step_cell, tail, self._seed, counts),
                 names,
                 self._replica,
@@ -342,7 +343,7 @@ class RecurrentParallel(Model):
             self._cycles = before
 
     def _fitting(self, cycle: Cycle) -> Cycle:
-        layers, factors = list(self._plans.net.layers), cycle.factors()
+        layers, factors = self._plans.net.specs, cycle.factors()
         while factors:
             try:
                 _native.layer_levels(layers, factors)
@@ -389,8 +390,8 @@ class Steps(Layers):
     """The steps of one rank, all the same module, and on the last rank the tail."""
 
     def __init__(self, model: RecurrentParallel, cell: nn.Module, tail: Tail, seed: int, counts: Sequence[int]) -> None:
-        kinds: list[Kind] = ["custom"] * sum(counts)
-        super().__init__(nn.ModuleDict({"cell": cell, "tail": tail}), [*kinds, "plain"], 1.0, seed)
+        kinds = [CUSTOM] * sum(counts) + [PLAIN]
+        super().__init__(nn.ModuleDict({"cell": cell, "tail": tail}), kinds, 1.0, seed)
         self.cell, self._tail = cell, tail
         self._rank = model.wire.rank
         self._is_last = model.wire.is_last

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from ._blocks import Kind
+from ._kinds import LayerKind
 from ._plans import Net
 from ._scaled import Scaled
 from ._tree import digest
@@ -35,29 +35,26 @@ class Origin:
         return (self.layer,) if self.towards is None else (self.layer, self.towards)
 
 
-def finer(kinds: Sequence[Kind], makes: Sequence[int], factor: int, *, is_linear: bool) -> list[Origin]:
+def finer(kinds: Sequence[LayerKind], makes: Sequence[int], factor: int, *, is_linear: bool) -> list[Origin]:
     """Returns the origins for a net with `factor` layers for each step.
 
     Every `factor`-th step is a copy, so that coarsening gives the same net again.
     """
     found = []
     for layer, kind in enumerate(kinds):
-        if kind == "plain":
-            found.append(Origin(layer))
-            continue
         after = layer + 1
         has_neighbour = is_linear and after < len(kinds) and makes[after] == makes[layer]
-        for part in range(factor):
+        for part in range(kind.parts(factor)):
             found.append(Origin(layer, after, part / factor) if has_neighbour and part else Origin(layer))
     return found
 
 
-def coarser(kinds: Sequence[Kind], makes: Sequence[int], factor: int) -> list[Origin]:
+def coarser(kinds: Sequence[LayerKind], makes: Sequence[int], factor: int) -> list[Origin]:
     """Returns the origins for a net of every `factor`-th step."""
     found: list[Origin] = []
     layer = 0
     while layer < len(kinds):
-        if kinds[layer] == "plain":
+        if not kinds[layer].is_step:
             found.append(Origin(layer))
             layer += 1
             continue
@@ -82,7 +79,7 @@ def following(net: Net, origins: Sequence[Origin]) -> list[int]:
     return counts
 
 
-def make_of(module: nn.Module, kind: Kind) -> int:
+def make_of(module: nn.Module, kind: LayerKind) -> int:
     """Returns a number that two layers share if they are alike except for the values of their parameters."""
     classes = [f"{type(each).__module__}.{type(each).__qualname__}" for each in module.modules()]
     parameters = [
@@ -90,4 +87,4 @@ def make_of(module: nn.Module, kind: Kind) -> int:
         for name, parameter in module.named_parameters()
     ]
     by = str(module.by) if isinstance(module, Scaled) else "1"
-    return digest(repr((kind, by, classes, parameters)).encode())
+    return digest(repr((kind.name, by, classes, parameters)).encode())

@@ -398,7 +398,7 @@ class Solver:
         """
         forms = [form]
         for layer, (kind, _) in enumerate(self.plans.net.layers):
-            if kind == "plain":
+            if not kind.is_step:
                 owner = self.plans.net.owner(layer)
                 tried: Form | str | None = None
                 error: Exception | None = None

@@ -18,14 +18,15 @@ from torch_accl import _native
 
 from ._agreed import agreed
 from ._audit import Excess
-from ._blocks import Block, Kind, built
+from ._blocks import Block, built
 from ._copies import Copied, Copies
 from ._cycle import Cycle
 from ._failures import LayerParallelError, described, sentence
+from ._kinds import Kind, LayerKind, kind_of
 from ._model import WAVE, Mode, Model, Schedule, group_of, replica_of
 from ._net import Layers
 from ._pickled import pickled
-from ._plans import Net, Plans
+from ._plans import Net, Plans, specs_of
 from ._serial import Serial
 from ._solve import Guess, Solve, Solver
 from ._spatial import Spatial
@@ -141,12 +142,12 @@ class LayerParallel(Model):
             on_stall=on_stall,
         )
         blocks = _apart(_blocks(layers), buffer_layers)
-        kinds = [block.kind for block in blocks]
-        specs = tuple((block.kind, block.is_apart) for block in blocks)
+        kinds = [kind_of(block.kind) for block in blocks]
+        placed = tuple((kind, block.is_apart) for kind, block in zip(kinds, blocks))
         aligned = fwd if mode in ("inexact", "converged") else bwd if mode == "exact-forward" else WAVE
-        counts = _placed(specs, placement, self._wire.size, aligned)
-        net = Net(specs, counts)
-        steps = sum(kind != "plain" for kind in kinds)
+        counts = _placed(placed, placement, self._wire.size, aligned)
+        net = Net(placed, counts)
+        steps = sum(kind.is_step for kind in kinds)
         own: dict[int, nn.Module] = {}
 
         def build() -> None:
@@ -172,6 +173,7 @@ class LayerParallel(Model):
         self._solver.shared.guess = guess
         self._solver.shared.spatial = spatial
         self._solver.shared.per_sample = frozenset(side_per_sample)
+        specs = tuple((block.kind, block.is_apart) for block in blocks)
         self._settings += f"; layers {specs}; placement {counts}; horizon {horizon}; seed {seed}; parts {sorted(side_per_sample)}; tie {self._ties.names}; spatial {spatial is not None}"
         self.mode = mode
 
@@ -215,7 +217,8 @@ class LayerParallel(Model):
         """
         if isinstance(layers, Serial):
             blocks = layers.blocks()
-            settings.setdefault("horizon", layers.dt * max(sum(k != "plain" for k in layers.kinds), 1))
+            steps = sum(kind_of(name).is_step for name in layers.kinds)
+            settings.setdefault("horizon", layers.dt * max(steps, 1))
         else:
             blocks = [Block(layer, kind) for layer in layers]
         return cls(blocks, **settings)
@@ -241,7 +244,8 @@ class LayerParallel(Model):
             raise LayerParallelError(sentence(causes, "Layers that are exported must be picklable."))
         found = {layer: module for part, _ in of_all for layer, module in pickle.loads(part).items()}
         modules = [found[layer] for layer in range(len(found))]
-        return Serial(modules, layers.kinds, layers.dt, self._ties.names).train(self.training)
+        kinds = [kind.name for kind in layers.kinds]
+        return Serial(modules, kinds, layers.dt, self._ties.names).train(self.training)
 
 
 # ---- construction
@@ -272,7 +276,7 @@ def _blocks(layers: Sequence[Block | nn.Module]) -> list[Block]:
 
 
 def _apart(blocks: list[Block], buffer_layers: tuple[int, int]) -> list[Block]:
-    steps = [number for number, block in enumerate(blocks) if block.kind != "plain"]
+    steps = [number for number, block in enumerate(blocks) if kind_of(block.kind).is_step]
     first, last = buffer_layers
     if first < 0 or last < 0:
         raise ValueError(f"buffer_layers={buffer_layers}: give two numbers of at least 0")
@@ -281,16 +285,16 @@ def _apart(blocks: list[Block], buffer_layers: tuple[int, int]) -> list[Block]:
 
 
 def _placed(
-    specs: tuple[tuple[str, bool], ...], placement: str | Sequence[int], ranks: int, cycle: Cycle
+    layers: Sequence[tuple[LayerKind, bool]], placement: str | Sequence[int], ranks: int, cycle: Cycle
 ) -> tuple[int, ...]:
     if not isinstance(placement, str):
         counts = tuple(placement)
-        if len(counts) != ranks or sum(counts) != len(specs) or min(counts) < 0:
+        if len(counts) != ranks or sum(counts) != len(layers) or min(counts) < 0:
             raise ValueError(
-                f"placement={list(counts)}: give {ranks} numbers, one per rank, with a sum of {len(specs)} layers"
+                f"placement={list(counts)}: give {ranks} numbers, one per rank, with a sum of {len(layers)} layers"
             )
         return counts
-    return tuple(_native.layer_placement(list(specs), cycle.factors(), ranks, placement))
+    return tuple(_native.layer_placement(specs_of(layers), cycle.factors(), ranks, placement))
 
 
 def _names(blocks: Sequence[Block], own: dict[int, nn.Module]) -> list[str]:

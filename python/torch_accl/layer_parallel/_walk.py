@@ -182,12 +182,13 @@ class Walk:
                 "the layer changes its input in place; let it work on a copy (for activations: inplace=False)"
             )
         kind = evaluation.layers.kinds[layer]
-        found, made = states_of(returned, after, f"layer {layer} ({batch.names[layer]})", may_be_states=kind == "ode")
+        who = f"layer {layer} ({batch.names[layer]})"
+        found, made = states_of(returned, after, who, may_be_states=kind.returns_increment)
         if any(state.device != self.batch.device for state in found):
             raise ValueError(
                 f"the layer returned a tensor on {found[0].device}, but its input is on {self.batch.device}"
             )
-        if kind == "plain":
+        if not kind.is_step:
             self._keep_constants((batch.segment(layer + 1), micro_batch), made)
         elif any(made_ is not given and not torch.equal(made_, given) for made_, given in zip(made, constants)):
             raise ValueError("the layer changes an integer leaf, which only plain layers may do")
@@ -195,7 +196,9 @@ class Walk:
             found = evaluation.keep(layer, micro_batch, found)
             evaluation.layer_inputs.made(layer, micro_batch, found)
         # An increment keeps its form. When it is added to a state, the result takes the state's form.
-        return found if kind == "ode" else [self._worked(state, leaf) for state, leaf in zip(found, after.states)]
+        if kind.returns_increment:
+            return found
+        return [self._worked(state, leaf) for state, leaf in zip(found, after.states)]
 
     def _keep_constants(self, constants_key: ConstantsKey, made: States) -> None:
         if not made:

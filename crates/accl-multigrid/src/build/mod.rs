@@ -13,7 +13,7 @@ use std::collections::{HashMap, HashSet};
 use accl_types::Rank;
 
 use crate::cycle::Reuse;
-use crate::grid::Kind;
+use crate::kind::StepRule;
 use crate::line::LineStep;
 use crate::plan::{Op, Pass, Phase, Plan, Value};
 
@@ -168,16 +168,15 @@ impl Builder {
         let &LineStep { layer, span, kind, evaluator: on } = step;
         let mesh = self.values[src as usize].0.mesh;
         let spot = Spot { point, mesh };
-        match (kind, pass) {
-            (Kind::Plain, _) => {
+        match kind.rule(pass) {
+            StepRule::Whole => {
                 // A layer that is not a step of an equation sees states on the finest mesh.
                 let fine = (0..mesh).fold(src, |value, _| self.refine(pass, on, value));
                 let made = self.eval(pass, (layer, 1, on), Spot { point, mesh: 0 }, fine, is_final);
                 (0..mesh).fold(made, |value, _| self.coarsen(pass, on, value))
             }
-            (Kind::Timed, Pass::Forward) | (Kind::Custom, _) => self.eval(pass, (layer, span, on), spot, src, is_final),
-            (Kind::Timed, Pass::Adjoint) | (Kind::Residual, _) => {
-                // The evaluation is recorded with the length of a fine step.
+            StepRule::EvalSpan => self.eval(pass, (layer, span, on), spot, src, is_final),
+            StepRule::Stretch => {
                 let stepped = self.eval(pass, (layer, 1, on), spot, src, is_final);
                 if span == 1 {
                     return stepped;
@@ -185,7 +184,7 @@ impl Builder {
                 let expression = Expression::Stretch { span, src, stepped };
                 self.make(expression, pass, spot, on, |dst| Op::Stretch { span, src, stepped, dst })
             }
-            (Kind::Increment, _) => {
+            StepRule::Advance => {
                 let increment = self.eval(pass, (layer, 1, on), spot, src, is_final);
                 let expression = Expression::Advance { span, src, increment };
                 self.make(expression, pass, spot, on, |dst| Op::Advance { span, src, increment, dst })

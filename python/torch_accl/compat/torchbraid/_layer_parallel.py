@@ -17,9 +17,9 @@ from torch.utils import _pytree as pytree
 
 from ...layer_parallel import Block, Cycle, LayerParallelError, Serial
 from ...layer_parallel import LayerParallel as Body
-from ...layer_parallel._blocks import Kind, undisturbed
+from ...layer_parallel._blocks import undisturbed
 from ...layer_parallel._failures import described, sentence
-from ...layer_parallel._serial import advanced
+from ...layer_parallel._kinds import ODE, PLAIN, TIMED, Kind, kind_of
 from ._module import Parallel, explain_buffers
 from ._points import recorded
 from ._spatial import levels_of
@@ -84,10 +84,10 @@ class LayerParallel(Parallel):
         blocks: list[Block] = []
         for functor, count, kind in zip(functors, counts, kinds):
             if kind == "timed plain":
-                blocks.append(Block(_Builder(functor, dt), "plain"))
+                blocks.append(Block(_Builder(functor, dt), PLAIN.name))
             else:
                 blocks += [Block(_Builder(functor, None), kind)] * count
-        steps = sum(block.kind != "plain" for block in blocks)
+        steps = sum(kind_of(block.kind).is_step for block in blocks)
         body, cause = None, None
         try:
             body = Body(
@@ -225,9 +225,7 @@ class LayerParallel(Parallel):
             raise RuntimeError(f"{what}: nothing was kept; call diagnostics(True), on all ranks, before a forward pass")
 
     def _after(self, number: int, seen: Seen) -> Any:
-        if self.kinds[number] == "ode":
-            return advanced(seen.state, seen.returned, self.dt)
-        return seen.returned
+        return kind_of(self.kinds[number]).next_state(seen.state, seen.returned, self.dt)
 
     def _parameter_norms(self, number: int) -> list[float]:
         parameters = self.body.layers[str(number)].parameters()
@@ -313,6 +311,6 @@ def _kind(layer: nn.Module, count: int) -> str:
         if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
     ]
     if count > 1:
-        return "timed" if len(taken) > 1 else "ode"
+        return TIMED.name if len(taken) > 1 else ODE.name
     # The `forward` of a single layer may have other optional arguments.
-    return "timed plain" if len(taken) > 1 and taken[1].default is inspect.Parameter.empty else "plain"
+    return "timed plain" if len(taken) > 1 and taken[1].default is inspect.Parameter.empty else PLAIN.name

@@ -344,7 +344,7 @@ class Transfer:
             )
         self._first, self._shares = dependents(self._origins)
         # Whether a layer continues a run of steps of one make; false for a run's first step and for single layers.
-        self._has_before = [at > 0 and kind != "plain" and below[at] == below[at - 1] for at, kind in enumerate(kinds)]
+        self._has_before = [at > 0 and kind.is_step and below[at] == below[at - 1] for at, kind in enumerate(kinds)]
         wrong = [
             rank
             for rank, is_same in enumerate(fine.comm.allgather(_outside_forms(fine) == _outside_forms(coarse)))

@@ -51,7 +51,7 @@ def _after(batch: Batch, layer: int, record: Record) -> States:
     if record.graph is None:
         raise RuntimeError(f"the output of layer {layer} was not kept, because the backward pass rebuilds its graph")
     layers = batch.evaluation.layers
-    if layers.kinds[layer] != "ode":
+    if not layers.kinds[layer].returns_increment:
         return record.graph.outputs
     pairs = zip(record.states, record.graph.outputs)
     return [moved(state, change.detach(), layers.dt) for state, change in pairs]
