@@ -1,5 +1,6 @@
 """Messages of torchbraid's communicator: requests, large messages, threads, and the end of the program."""
 
+import pickle
 import textwrap
 import threading
 import time
@@ -247,6 +248,63 @@ def test_wrong_arguments_are_named_with_their_call(rank, world):
     ):
         with pytest.raises(kind, match=text):
             call()
+
+
+@on_ranks(1, 3)
+def test_counts_and_displacements_may_be_arrays_and_a_single_displacement_is_a_distance(rank, world):
+    numpy = pytest.importorskip("numpy")
+    comm, mine = MPI.COMM_WORLD, torch.full((rank + 1,), float(rank))
+    counts = list(range(1, world + 1))
+    for form in (numpy.array, torch.tensor, list):
+        comm.Allgatherv(mine, [into := torch.zeros(sum(counts)), form(counts)])
+        assert into.tolist() == [float(each) for each in range(world) for _ in range(each + 1)]
+    starts = numpy.arange(world) * 4
+    for displacements in (starts, 4, numpy.int64(4), torch.tensor(4)):
+        comm.Allgatherv(torch.full((2,), rank + 1.0), [into := torch.zeros(4 * world), (2, displacements)])
+        assert into.view(world, 4).tolist() == [[each + 1.0, each + 1.0, 0.0, 0.0] for each in range(world)]
+
+
+@on_ranks(1, 2)
+def test_a_buffer_in_fortrans_order_is_sent_as_it_lies_in_memory(rank, world):
+    comm, matrix = MPI.COMM_WORLD, torch.arange(6.0).view(2, 3)
+    comm.Send(matrix.t(), rank)
+    comm.Recv(into := torch.zeros(6), rank)
+    assert into.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    comm.Send(torch.arange(6.0), rank)
+    comm.Recv(turned := torch.zeros(2, 3).t(), rank)
+    assert turned.tolist() == [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
+    # mpi4py refuses these, and here they have the order of their indices.
+    comm.Send(torch.arange(12.0).view(3, 4)[:, ::2], rank)
+    comm.Recv(into, rank)
+    assert into.tolist() == [0.0, 2.0, 4.0, 6.0, 8.0, 10.0]
+
+
+@on_ranks(2)
+def test_messages_to_and_from_no_rank_end_at_once(rank, world):
+    comm, status = MPI.COMM_WORLD, MPI.Status()
+    before, after = (rank - 1 if rank else MPI.PROC_NULL), (rank + 1 if rank == 0 else MPI.PROC_NULL)
+    into = torch.full((3,), -1.0)
+    comm.Sendrecv(torch.full((3,), float(rank)), after, 4, into, before, MPI.ANY_TAG, status)
+    assert into.tolist() == ([-1.0] * 3 if rank == 0 else [0.0] * 3)
+    assert (status.Get_source(), status.Get_count()) == ((MPI.PROC_NULL, 0) if rank == 0 else (0, 12))
+    comm.ssend("nothing", MPI.PROC_NULL)
+    assert comm.recv(source=MPI.PROC_NULL) is None and comm.irecv(source=MPI.PROC_NULL).wait() is None
+
+
+@on_ranks(2)
+def test_requests_and_communicators_behave_as_mpi4pys(rank, world):
+    comm = MPI.COMM_WORLD
+    request = comm.irecv(source=1 - rank)
+    comm.bsend(rank, 1 - rank)
+    assert bool(request) and request.Wait() is True and not request and request.wait() == 1 - rank
+    assert MPI.Request.Waitall([comm.isend(1, rank), comm.irecv(source=rank)]) is True
+    assert comm.allreduce((1.0, f"rank {rank}"), MPI.MAXLOC) == (1.0, "rank 0")
+    assert not comm.Split_type(MPI.UNDEFINED)
+    assert pickle.loads(pickle.dumps(comm)).allgather(rank) == [0, 1]
+    with pytest.raises(
+        NotImplementedError, match=r"Allreduce of torch.complex64 with MPI.PROD: .* use Reduce, then Bcast"
+    ):
+        comm.Allreduce(torch.ones(2, dtype=torch.complex64), torch.ones(2, dtype=torch.complex64), MPI.PROD)
 
 
 class _Work:

@@ -132,6 +132,9 @@ class Part:
 def tensor_of(buf: Any, call: str, *, is_written: bool) -> Tensor:
     """Returns a buffer as a tensor of the same memory. A read-only array that is only sent may be copied.
 
+    A buffer in C's or Fortran's order becomes a tensor in the order of memory, as in MPI. Other buffers keep the order of
+    their indices.
+
     Raises:
         TypeError: it is neither a tensor nor a numpy array, or the call writes to it and it cannot be written.
     """
@@ -160,7 +163,8 @@ def tensor_of(buf: Any, call: str, *, is_written: bool) -> Tensor:
         raise TypeError(
             f"{call}: elements of the receive buffer share memory, as after expand(); give a buffer of {tensor.numel()} separate elements"
         )
-    return tensor
+    turned = tensor.permute(tuple(reversed(range(tensor.ndim))))
+    return turned if turned.is_contiguous() and not tensor.is_contiguous() else tensor
 
 
 def _overlaps(tensor: Tensor) -> bool:
@@ -207,9 +211,11 @@ def vector(buf: Any, call: str, blocks: int, *, is_written: bool) -> list[Part]:
             )
         given = tensor.numel() // blocks
     counts = _numbers(given, call, "count", blocks)
-    starts = (
-        list(accumulate(counts, initial=0))[:-1] if displs is None else _numbers(displs, call, "displacement", blocks)
-    )
+    starts: Sequence[int]
+    if displs is None:
+        starts = list(accumulate(counts, initial=0))[:-1]
+    else:
+        starts = _numbers(displs, call, "displacement", blocks, is_distance=True)
     return [_fitting(tensor, start, count, call) for start, count in zip(starts, counts)]
 
 
@@ -268,11 +274,17 @@ def _number(given: Any, call: str, what: str) -> int:
     return number
 
 
-def _numbers(given: Any, call: str, what: str, blocks: int) -> Sequence[int]:
-    if hasattr(given, "__index__"):
-        return [_number(given, call, what)] * blocks
+def _numbers(given: Any, call: str, what: str, blocks: int, *, is_distance: bool = False) -> Sequence[int]:
+    """Returns a number for each of `blocks` ranks, from a list, an array or a tensor of them. A single integer is the
+    number of each rank, or with `is_distance` the distance between the numbers of two ranks."""
     try:
-        numbers = [_number(each, call, what) for each in given]
+        # Arrays and tensors of several numbers have `__index__` too.
+        several = list(given)
+    except TypeError:
+        number = _number(given, call, what)
+        return [rank * number if is_distance else number for rank in range(blocks)]
+    try:
+        numbers = [_number(each, call, what) for each in several]
     except TypeError:
         raise TypeError(f"{call}: {what}s {given!r}; expected an integer for each of {blocks} ranks") from None
     if len(numbers) != blocks:

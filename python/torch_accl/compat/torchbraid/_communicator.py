@@ -27,6 +27,7 @@ from ._messages import (
     BYTES,
     KINDS,
     OBJECT,
+    PROC_NULL,
     UNDEFINED,
     Request,
     Status,
@@ -39,6 +40,7 @@ __all__ = [
     "ANY_TAG",
     "COMM_NULL",
     "COMM_TYPE_SHARED",
+    "PROC_NULL",
     "UNDEFINED",
     "Comm",
     "Op",
@@ -115,6 +117,13 @@ class Comm:
     def _mailbox(self) -> Mailbox:
         group = self.group
         return self._own if group is None else mailbox_of(group)
+
+    # The messages of a rank that is alone are not saved with its communicator.
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_own"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _own=Mailbox())
 
     def __repr__(self) -> str:
         return f"<Comm {self.name or hex(id(self))}>"
@@ -204,11 +213,11 @@ class Comm:
         return group if isinstance(group, dist.ProcessGroup) else None
 
     def Split_type(self, split_type: object = COMM_TYPE_SHARED, key: int = 0) -> Comm:
-        """Returns the communicator of the ranks of this host. Collective."""
-        if split_type != COMM_TYPE_SHARED:
+        """Returns the communicator of the ranks of this host, or COMM_NULL on ranks that pass UNDEFINED. Collective."""
+        if split_type not in (COMM_TYPE_SHARED, UNDEFINED):
             raise NotImplementedError(f"Split_type({split_type}): only MPI.COMM_TYPE_SHARED is supported")
         hosts = self.allgather(socket.gethostname())
-        return self.Split(hosts.index(socket.gethostname()), key)
+        return self.Split(UNDEFINED if split_type == UNDEFINED else hosts.index(socket.gethostname()), key)
 
     def Dup(self) -> Comm:
         """Returns a communicator of the same ranks with separate messages. Collective."""
@@ -314,6 +323,10 @@ class Comm:
         """Reduces the elements of all ranks on every rank."""
         reduction = _reduction("Allreduce", op)
         out = simple(recvbuf, "Allreduce", is_written=True, is_reduced=True)
+        if out.dtype.is_complex and reduction != dist.ReduceOp.SUM:
+            raise NotImplementedError(
+                f"Allreduce of {out.dtype} with MPI.{(op or _ADD).name}: torch refuses it; use Reduce, then Bcast, or allreduce of objects"
+            )
         if sendbuf is not IN_PLACE:
             given = simple(sendbuf, "Allreduce", is_written=False, is_reduced=True)
             given.check_like(out, "Allreduce")
@@ -526,7 +539,10 @@ class Comm:
 
     def recv(self, buf: Any = None, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None) -> Any:
         """Receives an object."""
-        with self._mailbox.posted_for_now(*self._from("recv", source, tag)) as receive:
+        rank, number = self._from("recv", source, tag)
+        if rank == PROC_NULL:
+            return _from_no_rank(status)
+        with self._mailbox.posted_for_now(rank, number) as receive:
             return self._received_object(receive, status)
 
     def _received_object(self, receive: Receive, status: Status | None) -> Any:
@@ -542,7 +558,10 @@ class Comm:
 
         Messages match receives in the order in which the receives are posted, whatever order they are waited for in.
         """
-        receive = self._mailbox.post(*self._from("irecv", source, tag))
+        rank, number = self._from("irecv", source, tag)
+        if rank == PROC_NULL:
+            return Request(_from_no_rank)
+        receive = self._mailbox.post(rank, number)
         return self._request(receive, lambda status: self._received_object(receive, status))
 
     def sendrecv(
@@ -569,6 +588,25 @@ class Comm:
         """Sends the elements of a buffer, and returns when they are sent, as `ssend` does."""
         self._ssend("Ssend", *_bytes_in(buf, "Ssend", dest, tag))
 
+    # A message has memory of its own, so a buffered send and one to a ready receiver are this send.
+    bsend = rsend = send
+    Bsend = Rsend = Send
+
+    def Sendrecv(
+        self,
+        sendbuf: Any,
+        dest: int,
+        sendtag: int = 0,
+        recvbuf: Any = None,
+        source: int = ANY_SOURCE,
+        recvtag: int = ANY_TAG,
+        status: Status | None = None,
+    ) -> None:
+        """Sends the elements of a buffer and receives others."""
+        request = self.Isend(sendbuf, dest, sendtag)
+        self.Recv(recvbuf, source, recvtag, status)
+        request.wait()
+
     def Isend(self, buf: Any, dest: int, tag: int = 0) -> Request:
         """Starts to send the elements of a buffer."""
         return self._post(*_bytes_in(buf, "Isend", dest, tag))
@@ -581,7 +619,11 @@ class Comm:
             ValueError: the message is too long, or not a whole number of elements.
         """
         out = simple(buf, "Recv", is_written=True)
-        with self._mailbox.posted_for_now(*self._from("recv", source, tag)) as receive:
+        rank, number = self._from("Recv", source, tag)
+        if rank == PROC_NULL:
+            _from_no_rank(status)
+            return
+        with self._mailbox.posted_for_now(rank, number) as receive:
             self._received_elements(out, receive, status)
 
     def _received_elements(self, out: Part, receive: Receive, status: Status | None) -> None:
@@ -603,7 +645,10 @@ class Comm:
     def Irecv(self, buf: Any, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> Request:
         """Returns a request for elements, which are received into the buffer in its `wait`. Matches as `irecv` does."""
         out = simple(buf, "Irecv", is_written=True)
-        receive = self._mailbox.post(*self._from("irecv", source, tag))
+        rank, number = self._from("Irecv", source, tag)
+        if rank == PROC_NULL:
+            return Request(_from_no_rank)
+        receive = self._mailbox.post(rank, number)
         return self._request(receive, lambda status: self._received_elements(out, receive, status))
 
     def _request(self, receive: Receive, take: Callable[[Status | None], Any]) -> Request:
@@ -614,20 +659,24 @@ class Comm:
 
     def _ssend(self, call: str, data: Tensor, dest: int, tag: int, kind: int) -> None:
         self._post(data, dest, tag, kind, call=call)
-        self._mailbox.await_sent(self.group, dest)
+        if dest != PROC_NULL:
+            self._mailbox.await_sent(self.group, dest)
 
     def _post(self, data: Tensor, dest: int, tag: int, kind: int, call: str = "isend") -> Request:
         to, number = self._to(call, dest, tag)
+        if to == PROC_NULL:
+            return Request(lambda _: None)
         self._mailbox.isend(self.group, data, to, number, kind)
         return Request(lambda _: self._mailbox.limit(self.group, to))
 
     def _to(self, call: str, dest: int, tag: int) -> tuple[int, int]:
         """Returns the rank and the tag of a message, checked."""
-        return rank_of(call, "to rank", dest, self.size), tag_of(call, tag, is_receive=False)
+        return rank_of(call, "to rank", dest, self.size, PROC_NULL), tag_of(call, tag, is_receive=False)
 
     def _from(self, call: str, source: int, tag: int) -> tuple[int, int]:
         """Returns the rank and the tag of a receive, checked."""
-        return rank_of(call, "from rank", source, self.size, may_be_any=True), tag_of(call, tag, is_receive=True)
+        number = rank_of(call, "from rank", source, self.size, ANY_SOURCE, PROC_NULL)
+        return number, tag_of(call, tag, is_receive=True)
 
 
 class _Null(Comm):
@@ -646,6 +695,12 @@ class _Null(Comm):
 
 COMM_NULL = _Null()
 _ADD = Op("SUM", lambda a, b: a + b, dist.ReduceOp.SUM)
+
+
+def _from_no_rank(status: Status | None) -> None:
+    """Ends a receive from PROC_NULL."""
+    if status is not None:
+        status.source, status.tag, status.count_bytes = PROC_NULL, ANY_TAG, 0
 
 
 def _copied(obj: Any) -> Any:

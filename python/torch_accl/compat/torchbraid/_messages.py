@@ -20,6 +20,7 @@ __all__ = [
     "BYTES",
     "KINDS",
     "OBJECT",
+    "PROC_NULL",
     "UNDEFINED",
     "Request",
     "Status",
@@ -29,6 +30,8 @@ __all__ = [
 
 ANY_SOURCE = -1
 ANY_TAG = -1
+# No rank: a message to it is dropped, and a receive from it takes nothing and ends at once.
+PROC_NULL = -2
 UNDEFINED = -32766
 
 # Largest tag: the header of a message has it in 64 bits.
@@ -128,6 +131,15 @@ class Request:
                 raise
         return self._found
 
+    def Wait(self, status: Status | None = None) -> bool:
+        """Waits as `wait` does, and returns True."""
+        self.wait(status)
+        return True
+
+    def __bool__(self) -> bool:
+        """Returns whether the request was not waited for yet."""
+        return self._take is not None
+
     def test(self) -> tuple[bool, Any]:
         """Returns whether the request is complete, and what `wait` would return.
 
@@ -137,8 +149,6 @@ class Request:
         if self._take is None or self._has_come is None:
             return True, self._found
         return (True, self.wait()) if self._has_come() else (False, None)
-
-    Wait = wait
 
     def Cancel(self) -> None:
         """Withdraws a receive that no message has matched: it takes none, and its `wait` returns None. A send cannot be
@@ -188,7 +198,11 @@ class Request:
             return False, None
         return True, Request.waitall(requests)
 
-    Waitall = waitall
+    @staticmethod
+    def Waitall(requests: Sequence[Request], statuses: list[Status] | None = None) -> bool:
+        """Waits for all requests as `waitall` does, and returns True."""
+        Request.waitall(requests, statuses)
+        return True
 
     @staticmethod
     def Waitany(requests: Sequence[Request], status: Status | None = None) -> int:
@@ -201,15 +215,15 @@ class Request:
         return Request.testall(requests)[0]
 
 
-def rank_of(call: str, role: str, rank: Any, size: int, *, may_be_any: bool = False) -> int:
-    """Returns a rank as an integer; `role` is `to rank`, `from rank` or `with root`.
+def rank_of(call: str, role: str, rank: Any, size: int, *others: int) -> int:
+    """Returns a rank as an integer; `role` is `to rank`, `from rank` or `with root`. It may also be one of `others`.
 
     Raises:
         TypeError: it is not an integer.
         ValueError: the communicator has no such rank.
     """
     number = _integer(f"{call} {role}", rank)
-    if not (may_be_any and number == ANY_SOURCE) and not 0 <= number < size:
+    if number not in others and not 0 <= number < size:
         raise ValueError(f"{call} {role} {number}: this communicator has ranks 0 to {size - 1}")
     return number
 

@@ -21,6 +21,7 @@ from ._communicator import (
     ANY_TAG,
     COMM_NULL,
     COMM_TYPE_SHARED,
+    PROC_NULL,
     UNDEFINED,
     Comm,
     Op,
@@ -62,6 +63,7 @@ __all__ = [
     "MAXLOC",
     "MIN",
     "MINLOC",
+    "PROC_NULL",
     "PROD",
     "SHORT",
     "SUM",
@@ -94,8 +96,8 @@ BXOR = Op("BXOR", operator.xor, dist.ReduceOp.BXOR)
 LAND = Op("LAND", lambda a, b: bool(a) and bool(b))
 LOR = Op("LOR", lambda a, b: bool(a) or bool(b))
 # Reductions of pairs of a value and its location; of equal values, the lowest location.
-MAXLOC = Op("MAXLOC", lambda a, b: max(a, b, key=lambda pair: (pair[0], -pair[1])))
-MINLOC = Op("MINLOC", lambda a, b: min(a, b, key=lambda pair: (pair[0], pair[1])))
+MAXLOC = Op("MAXLOC", lambda a, b: a if a[0] > b[0] or (a[0] == b[0] and a[1] <= b[1]) else b)
+MINLOC = Op("MINLOC", lambda a, b: a if a[0] < b[0] or (a[0] == b[0] and a[1] <= b[1]) else b)
 
 # Element types. A type passed with a buffer must be the buffer's own.
 BOOL = Datatype("BOOL", torch.bool)
