@@ -229,7 +229,7 @@ class Comm:
         """Waits until this rank's messages are sent, and destroys the group, unless it is the default group. Collective."""
         group = self.group
         try:
-            self._mailbox.flush(group)
+            self._mailbox.flush()
         finally:
             if group is not None and group is not dist.group.WORLD:
                 dist.destroy_process_group(group)
@@ -237,10 +237,9 @@ class Comm:
     # ---- collectives on objects
 
     def Barrier(self) -> None:
-        """Waits until all ranks have called it. Receives messages for posted receives meanwhile."""
+        """Waits until all ranks have called it."""
         if (group := self.group) is not None:
-            work = dist.barrier(group=group, async_op=True)
-            self._mailbox.wait(group, [] if work is None else [work])
+            dist.barrier(group=group)
 
     barrier = Barrier
 
@@ -562,7 +561,7 @@ class Comm:
         if rank == PROC_NULL:
             return Request(_from_no_rank)
         receive = self._mailbox.post(rank, number)
-        return self._request(receive, lambda status: self._received_object(receive, status))
+        return Request(lambda status: self._received_object(receive, status), receive.withdraw)
 
     def sendrecv(
         self,
@@ -649,10 +648,7 @@ class Comm:
         if rank == PROC_NULL:
             return Request(_from_no_rank)
         receive = self._mailbox.post(rank, number)
-        return self._request(receive, lambda status: self._received_elements(out, receive, status))
-
-    def _request(self, receive: Receive, take: Callable[[Status | None], Any]) -> Request:
-        return Request(take, lambda: self._mailbox.has_come(self.group, receive), receive.withdraw)
+        return Request(lambda status: self._received_elements(out, receive, status), receive.withdraw)
 
     def _send(self, data: Tensor, dest: int, tag: int, kind: int) -> None:
         self._post(data, dest, tag, kind, call="send").wait()
@@ -660,14 +656,14 @@ class Comm:
     def _ssend(self, call: str, data: Tensor, dest: int, tag: int, kind: int) -> None:
         self._post(data, dest, tag, kind, call=call)
         if dest != PROC_NULL:
-            self._mailbox.await_sent(self.group, dest)
+            self._mailbox.await_sent(dest)
 
     def _post(self, data: Tensor, dest: int, tag: int, kind: int, call: str = "isend") -> Request:
         to, number = self._to(call, dest, tag)
         if to == PROC_NULL:
             return Request(lambda _: None)
         self._mailbox.isend(self.group, data, to, number, kind)
-        return Request(lambda _: self._mailbox.limit(self.group, to))
+        return Request(lambda _: self._mailbox.limit(to))
 
     def _to(self, call: str, dest: int, tag: int) -> tuple[int, int]:
         """Returns the rank and the tag of a message, checked."""

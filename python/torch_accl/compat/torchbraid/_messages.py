@@ -6,7 +6,6 @@ Owns what a script holds of a message. `_mailbox.py` sends messages and finds th
 from __future__ import annotations
 
 import operator
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -36,8 +35,6 @@ UNDEFINED = -32766
 
 # Largest tag: the header of a message has it in 64 bits.
 _LARGEST_TAG = (1 << 63) - 1
-# Pause between two tests of several requests, in seconds.
-_PAUSE_S = 1e-4
 
 # Kinds of messages, by numbers that are the same on all ranks: a pickled object, plain bytes, or elements.
 OBJECT, BYTES = 0, 1
@@ -104,19 +101,17 @@ class Request:
     def __init__(
         self,
         take: Callable[[Status | None], Any],
-        has_come: Callable[[], bool] | None = None,
         withdraw: Callable[[], bool] | None = None,
     ) -> None:
         # Completes the request, and returns the object of a receive.
         self._take: Callable[[Status | None], Any] | None = take
-        # Whether the message of a receive has come; None for a send.
-        self._has_come = has_come
+        # Withdraws a receive; None for a send.
         self._withdraw = withdraw
         self._found: Any = None
 
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(
-            f"a request of torch_accl.compat.torchbraid has no {name}; use Wait, Test, Waitall, Waitany, Testall or Cancel"
+            f"a request of torch_accl.compat.torchbraid has no {name}; use Wait, Test, Waitall or Cancel"
         )
 
     def wait(self, status: Status | None = None) -> Any:
@@ -144,11 +139,11 @@ class Request:
         """Returns whether the request is complete, and what `wait` would return.
 
         Raises:
-            NotImplementedError: the request is a receive, and torch's backend shows no message before a wait.
+            NotImplementedError: the request is a receive, whose message is received in `wait` only.
         """
-        if self._take is None or self._has_come is None:
-            return True, self._found
-        return (True, self.wait()) if self._has_come() else (False, None)
+        if self._take is not None and self._withdraw is not None:
+            raise NotImplementedError("test() of a receive: messages are received in wait() only; use wait()")
+        return True, self._found
 
     def Cancel(self) -> None:
         """Withdraws a receive that no message has matched: it takes none, and its `wait` returns None. A send cannot be
@@ -174,29 +169,10 @@ class Request:
         if statuses is not None:
             statuses += [Status() for _ in range(len(requests) - len(statuses))]
         # Receives first: another rank may send only after it has received, and sends are under way already.
-        order = sorted(range(len(requests)), key=lambda at: requests[at]._has_come is None)
+        order = sorted(range(len(requests)), key=lambda at: requests[at]._withdraw is None)
         for at in order:
             requests[at].wait(None if statuses is None else statuses[at])
         return [request._found for request in requests]
-
-    @staticmethod
-    def waitany(requests: Sequence[Request], status: Status | None = None) -> tuple[int, Any]:
-        """Waits for one of the requests, and returns its index and its result; MPI.UNDEFINED if all were waited for."""
-        pending = [at for at, request in enumerate(requests) if request._take is not None]
-        while pending:
-            for at in pending:
-                has_come = requests[at]._has_come
-                if has_come is None or len(pending) == 1 or has_come():
-                    return at, requests[at].wait(status)
-            time.sleep(_PAUSE_S)
-        return UNDEFINED, None
-
-    @staticmethod
-    def testall(requests: Sequence[Request]) -> tuple[bool, list[Any] | None]:
-        """Returns whether all requests are complete, and what `waitall` would return."""
-        if not all(request._take is None or request._has_come is None or request._has_come() for request in requests):
-            return False, None
-        return True, Request.waitall(requests)
 
     @staticmethod
     def Waitall(requests: Sequence[Request], statuses: list[Status] | None = None) -> bool:
@@ -205,14 +181,12 @@ class Request:
         return True
 
     @staticmethod
-    def Waitany(requests: Sequence[Request], status: Status | None = None) -> int:
-        """Waits for one of the requests, and returns its index."""
-        return Request.waitany(requests, status)[0]
+    def Waitany(*_: Any) -> NoReturn:
+        """Raises NotImplementedError: messages are received in `wait` only."""
+        raise NotImplementedError("messages are received in wait() only; wait for the requests in turn, or use Waitall")
 
-    @staticmethod
-    def Testall(requests: Sequence[Request]) -> bool:
-        """Returns whether all requests are complete."""
-        return Request.testall(requests)[0]
+    Waitsome = Testany = Testall = Testsome = Waitany
+    waitany = waitsome = testany = testall = testsome = Waitany
 
 
 def rank_of(call: str, role: str, rank: Any, size: int, *others: int) -> int:
