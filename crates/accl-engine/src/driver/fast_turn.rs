@@ -55,6 +55,14 @@ impl Driver {
         };
         SpinLimit { spins, yields, yield_now: std::thread::yield_now }
     }
+
+    /// Releases the lock as dropping a [`Locked`] does.
+    #[inline]
+    fn unlock(&self, core: MutexGuard<'_, Core>) {
+        if core.has_deferred() {
+            drop(Locked { core: Some(core), driver: self });
+        }
+    }
 }
 
 impl FastTurn<'_> {
@@ -94,15 +102,5 @@ impl FastTurn<'_> {
             driver.apply_wake(decision);
         }
         begin.map(|begin| time::now().since(begin))
-    }
-}
-
-impl Driver {
-    /// Releases the lock as dropping a [`Locked`] does.
-    #[inline]
-    fn unlock(&self, core: MutexGuard<'_, Core>) {
-        if core.has_deferred() {
-            drop(Locked { core: Some(core), driver: self });
-        }
     }
 }

@@ -91,6 +91,10 @@ class Op:
         return self.torchs
 
 
+# Turns the message of a receive into an object, or writes it to a buffer.
+_Finish = Callable[[Receive, Status | None], Any]
+
+
 class _Parts(NamedTuple):
     """The parts that a rank sends and receives in a call, by rank. An empty list of parts has the type of `like`."""
 
@@ -525,7 +529,7 @@ class Comm:
     # ---- point-to-point messages
 
     def send(self, obj: Any, dest: int, tag: int = 0) -> None:
-        """Sends an object. Returns at once, unless earlier messages of 256 MiB and more wait for their receivers."""
+        """Sends an object. Returns at once, unless more than 256 MiB or 1,000 messages to that rank are under way."""
         self._send(_bytes_of(obj), dest, tag, OBJECT)
 
     def ssend(self, obj: Any, dest: int, tag: int = 0) -> None:
@@ -538,11 +542,7 @@ class Comm:
 
     def recv(self, buf: Any = None, source: int = ANY_SOURCE, tag: int = ANY_TAG, status: Status | None = None) -> Any:
         """Receives an object."""
-        rank, number = self._from("recv", source, tag)
-        if rank == PROC_NULL:
-            return _from_no_rank(status)
-        with self._mailbox.posted_for_now(rank, number) as receive:
-            return self._received_object(receive, status)
+        return self._receive("recv", source, tag, status, self._received_object)
 
     def _received_object(self, receive: Receive, status: Status | None) -> Any:
         message = self._mailbox.take(self.group, receive, status)
@@ -557,11 +557,7 @@ class Comm:
 
         Messages match receives in the order in which the receives are posted, whatever order they are waited for in.
         """
-        rank, number = self._from("irecv", source, tag)
-        if rank == PROC_NULL:
-            return Request(_from_no_rank)
-        receive = self._mailbox.post(rank, number)
-        return Request(lambda status: self._received_object(receive, status), receive.withdraw)
+        return self._post_receive("irecv", source, tag, self._received_object)
 
     def sendrecv(
         self,
@@ -618,12 +614,7 @@ class Comm:
             ValueError: the message is too long, or not a whole number of elements.
         """
         out = simple(buf, "Recv", is_written=True)
-        rank, number = self._from("Recv", source, tag)
-        if rank == PROC_NULL:
-            _from_no_rank(status)
-            return
-        with self._mailbox.posted_for_now(rank, number) as receive:
-            self._received_elements(out, receive, status)
+        self._receive("Recv", source, tag, status, functools.partial(self._received_elements, out))
 
     def _received_elements(self, out: Part, receive: Receive, status: Status | None) -> None:
         message = self._mailbox.take(self.group, receive, status)
@@ -644,19 +635,30 @@ class Comm:
     def Irecv(self, buf: Any, source: int = ANY_SOURCE, tag: int = ANY_TAG) -> Request:
         """Returns a request for elements, which are received into the buffer in its `wait`. Matches as `irecv` does."""
         out = simple(buf, "Irecv", is_written=True)
-        rank, number = self._from("Irecv", source, tag)
+        return self._post_receive("Irecv", source, tag, functools.partial(self._received_elements, out))
+
+    def _receive(self, call: str, source: int, tag: int, status: Status | None, finish: _Finish) -> Any:
+        """Receives a message, and returns what `finish` returns for it; None from PROC_NULL."""
+        rank, number = self._from(call, source, tag)
+        if rank == PROC_NULL:
+            return _from_no_rank(status)
+        with self._mailbox.posted_for_now(rank, number) as receive:
+            return finish(receive, status)
+
+    def _post_receive(self, call: str, source: int, tag: int, finish: _Finish) -> Request:
+        """Posts a receive, whose request does in its `wait` what `_receive` does."""
+        rank, number = self._from(call, source, tag)
         if rank == PROC_NULL:
             return Request(_from_no_rank)
         receive = self._mailbox.post(rank, number)
-        return Request(lambda status: self._received_elements(out, receive, status), receive.withdraw)
+        return Request(functools.partial(finish, receive), receive.withdraw)
 
     def _send(self, data: Tensor, dest: int, tag: int, kind: int) -> None:
         self._post(data, dest, tag, kind, call="send").wait()
 
     def _ssend(self, call: str, data: Tensor, dest: int, tag: int, kind: int) -> None:
         self._post(data, dest, tag, kind, call=call)
-        if dest != PROC_NULL:
-            self._mailbox.await_sent(dest)
+        self._mailbox.await_sent(dest)
 
     def _post(self, data: Tensor, dest: int, tag: int, kind: int, call: str = "isend") -> Request:
         to, number = self._to(call, dest, tag)

@@ -25,15 +25,7 @@ from torch import Tensor
 
 from ._messages import ANY_SOURCE, ANY_TAG, Status
 
-__all__ = [
-    "Mailbox",
-    "Message",
-    "Receive",
-    "device_of",
-    "flush_all",
-    "flush_at_exit",
-    "mailbox_of",
-]
+__all__ = ["Mailbox", "Message", "Receive", "device_of", "flush_all", "flush_at_exit", "mailbox_of"]
 
 # The torch tag of all headers and bytes. The header has the message's MPI tag.
 _TORCHS_TAG = 7461
@@ -65,10 +57,7 @@ class Receive:
 
     def matches(self, message: Message) -> bool:
         """Returns whether a message has the source and the tag of this receive."""
-        return self.source in (ANY_SOURCE, message.source) and self.tag in (
-            ANY_TAG,
-            message.tag,
-        )
+        return self.source in (ANY_SOURCE, message.source) and self.tag in (ANY_TAG, message.tag)
 
     def withdraw(self) -> bool:
         """Lets no later message match this receive. Returns False if a message has matched it."""
@@ -113,23 +102,13 @@ class Mailbox:
 
     # ---- sends
 
-    def isend(
-        self,
-        group: dist.ProcessGroup | None,
-        data: Tensor,
-        dest: int,
-        tag: int,
-        kind: int,
-    ) -> None:
+    def isend(self, group: dist.ProcessGroup | None, data: Tensor, dest: int, tag: int, kind: int) -> None:
         """Starts to send a message. `data` belongs to the message."""
         if group is None or dest == group.rank():
             self._deliver(Message(dest, tag, kind, data))
             return
         device = device_of(group)
-        parts = [
-            torch.tensor([tag, kind, data.numel()], dtype=torch.int64, device=device),
-            data.to(device),
-        ]
+        parts = [torch.tensor([tag, kind, data.numel()], dtype=torch.int64, device=device), data.to(device)]
         with self._sending:
             works = [dist.isend(part, group=group, group_dst=dest, tag=_TORCHS_TAG) for part in parts if part.numel()]
             sent = _Send([work for work in works if work is not None], parts)

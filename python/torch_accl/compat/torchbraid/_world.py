@@ -10,6 +10,7 @@ import atexit
 import os
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -46,12 +47,12 @@ def begin(backend: str | None = None) -> None:
             atexit.register(_end_at_exit)
 
 
-def end() -> None:
-    """Waits until this rank's messages are sent, and destroys torch's groups."""
+def end(flush: Callable[[], None] = flush_all) -> None:
+    """Waits with `flush` until this rank's messages are sent, and destroys torch's groups."""
     _ENDED.set()
     if dist.is_initialized():
         try:
-            flush_all()
+            flush()
         finally:
             dist.destroy_process_group()
 
@@ -68,11 +69,7 @@ def _has_other_ranks() -> bool:
 
 def _end_at_exit() -> None:
     """Destroys the groups, as MPI does at exit. A group of gloo that still exists then may abort the process."""
-    if dist.is_initialized():
-        try:
-            flush_at_exit()
-        finally:
-            dist.destroy_process_group()
+    end(flush_at_exit)
 
 
 def _backends() -> str:
