@@ -4,7 +4,7 @@
 //! One seed is one history. Every history must satisfy what `invariants` checks, whatever is drawn. Calls end by their
 //! deadlines, and results are right and the same on all ranks. Failures reach all ranks, and nothing is left over. A
 //! failing seed is made smaller and printed with the command that replays it. Owns the search through the seeds, and
-//! the tests. Read [`history::run`] first.
+//! the tests. Read `history::run` first.
 //!
 //! The crate has tests only. `.ci/fuzz_world` searches longer, and `.ci/mutants` plants defects that the search must find.
 

@@ -46,7 +46,7 @@ impl PeerFate {
 }
 
 impl Core {
-    /// Gives a peer its new link: see [`Net::attach`]. A sleeping driver must be woken to poll again, because it has
+    /// Gives a peer its new link: see [`crate::peers::Net::attach`]. A sleeping driver must be woken to poll again, because it has
     /// not armed this link.
     pub fn attach(&mut self, id: PeerId, link: Box<dyn Link>, slot: Option<Slot>, now: Moment) {
         let _ = self.guarded(|core| {
