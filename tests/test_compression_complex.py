@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch._dynamo  # imported once here: DistributedDataParallel loads it, which takes seconds in every rank
 import torch.distributed as dist
-from support import BACKEND, init_group, on_ranks
+from support import BACKEND, gloo_group, init_group, on_ranks
 from support.training import error, same_on_all
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -97,7 +97,7 @@ def test_complex_gradients_without_a_hook_are_exact_in_groups_that_compress_all(
     init_group("cgx")
     exact = gradients(
         rank,
-        DistributedDataParallel(made("mixed", torch.complex64), process_group=dist.new_group(backend="gloo")),
+        DistributedDataParallel(made("mixed", torch.complex64), process_group=gloo_group()),
         torch.complex64,
     )
     found = gradients(rank, DistributedDataParallel(made("mixed", torch.complex64)), torch.complex64)

@@ -5,7 +5,7 @@ import types
 import pytest
 import torch
 import torch.distributed as dist
-from support import on_ranks
+from support import gloo_group, on_ranks
 from support.training import Model
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -31,7 +31,7 @@ def bucket_of(buffer):
 
 
 def mixed_group():
-    return dist.new_group(backend="cpu:accl,cuda:gloo")
+    return gloo_group("cpu:accl,cuda:gloo")
 
 
 @on_ranks(2, fresh=True)

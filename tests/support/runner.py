@@ -136,13 +136,13 @@ def stderr_to(path):
         os.dup2(file.fileno(), 2)
 
 
-def gloo_group() -> dist.ProcessGroup:
-    """Creates a gloo group in addition to the default group.
+def gloo_group(backend: str = "gloo") -> dist.ProcessGroup:
+    """Creates a group whose backend has gloo in it, in addition to the default group.
 
     Ranks of gloo connect with each other during creation. A rank that exits early breaks the creation on the others, so
     every rank waits until all ranks have the group.
     """
-    group = dist.new_group(backend="gloo")
+    group = dist.new_group(backend=backend)
     dist.barrier()
     return group
 
