@@ -11,6 +11,7 @@ group with `isend` and `irecv`; on one rank it needs no group.
 
 from ._audit import Audit, Probe
 from ._auto import Choice
+from ._batch import Norms
 from ._blocks import Block, custom, ode, plain, residual, timed
 from ._cells import Cell
 from ._cycle import Cycle
@@ -20,12 +21,11 @@ from ._mgopt import Correction, MGOpt
 from ._model import Evaluated
 from ._nested import coarsened, refined
 from ._recurrent import RecurrentParallel
-from ._run import step
 from ._scaled import Scaled
 from ._serial import Serial
-from ._solve import Norms
 from ._spatial import Spatial
 from ._stack import LayerParallel
+from ._step import step
 
 __all__ = [
     "Audit",

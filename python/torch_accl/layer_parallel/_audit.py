@@ -1,7 +1,7 @@
 """The error of an inexact batch.
 
-Owns the figures that compare two sets of gradients of the same batch, summed layer by layer over all ranks. `_solve.py`
-computes the second set.
+Owns the figures that compare two sets of gradients of the same batch, summed layer by layer over all ranks.
+`_passes.py` computes the second set.
 """
 
 from __future__ import annotations

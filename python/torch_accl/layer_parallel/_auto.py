@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._batch import Batch
 from ._net import Evaluation, LayerInputs, Record, States
 from ._plans import Program
-from ._solve import Solve
 from ._tree import Form
 from ._wire import Wire
 
@@ -88,16 +88,15 @@ def _predicted(candidate: Candidate, known: Measured) -> float:
     return total / 1e12
 
 
-def measured(solve: Solve, micro_batches: int) -> Measured | None:
-    """Measures a net on all ranks together, in a solve that does nothing else.
+def measured(batch: Batch, micro_batches: int) -> Measured | None:
+    """Measures a net on all ranks together, in an open batch that does nothing else.
 
     Returns None if a layer of any rank raises for the input that it is measured with.
     """
-    batch, wire = solve.batch, solve.solver.wire
-    evaluation = batch.evaluation
+    wire, evaluation = batch.solver.wire, batch.evaluation
     evaluation.leaves_no_trace = True
     state = [_bytes_of(form) for form in batch.forms]
-    layers = len(batch.names)
+    layers = len(batch.solver.names)
     rates = _rates(wire, max(state), batch.device)
     # Additional inputs are cut for whole batches, so micro-batches can be timed only if layers take the state alone.
     is_alone = type(evaluation.layer_inputs) is LayerInputs
@@ -110,7 +109,7 @@ def measured(solve: Solve, micro_batches: int) -> Measured | None:
     for (parts, mesh), numbers in found.items():
         wire.together(torch.zeros(1, dtype=torch.int64, device=wire.device), "measuring layers")
         try:
-            for layer, times in _own_times(solve, evaluation, parts, mesh).items():
+            for layer, times in _own_times(batch, parts, mesh).items():
                 numbers[4 * layer : 4 * layer + 4] = times
         except Exception:
             numbers[-1] = 1
@@ -141,12 +140,12 @@ def _bytes_of(form: Form) -> int:
     return sum(leaf.shape.numel() * leaf.dtype.itemsize for leaf in form.leaves)
 
 
-def _own_times(solve: Solve, evaluation: Evaluation, parts: int, mesh: int) -> dict[int, Times]:
+def _own_times(batch: Batch, parts: int, mesh: int) -> dict[int, Times]:
     """Returns the times of this rank's layers. Layers that look alike are timed once.
 
     Plain layers are timed on the finest mesh only.
     """
-    batch, kinds = solve.batch, evaluation.layers.kinds
+    evaluation, kinds = batch.evaluation, batch.solver.layers.kinds
     forms = batch.meshes.forms[mesh]
     alike: dict[Any, list[int]] = {}
     for layer, module in evaluation.modules.items():

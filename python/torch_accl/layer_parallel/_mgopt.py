@@ -19,12 +19,12 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from ._agreed import agreed
+from ._batch import LossFunction
 from ._layer_facts import ParameterIndex, check_net, layer_facts, places_of
 from ._level_transfer import Field, LevelTransfer, combined, copied, dots, move, trained
 from ._nested import Interpolation, coarsened
 from ._optimizer_state import Moments
 from ._refinement import finer
-from ._run import LossFunction
 from ._stack import LayerParallel
 
 __all__ = ["Correction", "MGOpt"]

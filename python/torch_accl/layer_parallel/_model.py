@@ -1,7 +1,7 @@
 """The user interface of every layer-parallel net.
 
 Owns modes, cycles, audits, and the methods that run a batch: `step`, `forward` with `backward`, and `evaluate`.
-`_stack.py` and `_recurrent.py` define the layers, and `_run.py` runs a batch.
+`_stack.py` and `_recurrent.py` define the layers, and `_batch.py` is the way into a batch.
 """
 
 from __future__ import annotations
@@ -24,12 +24,16 @@ from torch_accl import _native
 
 from ._audit import Audit, Excess, Probe, factor_of
 from ._auto import Candidate, Choice, chosen, measured
+from ._autograd import ForwardPass, WholeBatch
+from ._batch import Batch, BatchInputs, BatchPlan, LossFunction, Norms
 from ._copies import Copied, Copies
 from ._cycle import Cycle, check_backward
-from ._plans import Plans, Program
+from ._opening import key_of, opened
+from ._passes import compare_losses, run_forward
+from ._plans import Converging, Passes, Plans, Program
 from ._resumed import SolverState
-from ._run import BatchPlan, Everything, Job, LossFunction, Run, Through, step
-from ._solve import Converging, Guess, Norms, Passes, Solve, Solver
+from ._solver import Guess, Solver
+from ._step import step
 from ._tree import Form
 from ._unserved import TRACED, outside_of_transforms, refuse_traced
 from ._wire import Wire
@@ -85,7 +89,8 @@ class Model(nn.Module):
     ) -> None:
         super().__init__()
         self._wire = wire
-        # A CPU tensor, also if the net is built on the meta device.
+        # A tensor that wants a gradient, for ranks that have no other. It is on the CPU, also if the net is built on the
+        # meta device.
         self._anchor = torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True)
         self._can_be_cut = True
         self.norms = Norms()
@@ -168,7 +173,7 @@ class Model(nn.Module):
         """
         raise NotImplementedError(TRACED)
 
-    # ---- needed by a batch
+    # ---- the ranks and the solver
 
     @property
     def wire(self) -> Wire:
@@ -187,11 +192,6 @@ class Model(nn.Module):
     def current(self) -> Solver:
         """The solver of the last batch's plan."""
         return self._solver
-
-    @property
-    def anchor(self) -> Tensor:
-        """A tensor that wants a gradient, for ranks that have no other."""
-        return self._anchor
 
     @property
     def _plans(self) -> Plans:
@@ -325,12 +325,7 @@ class Model(nn.Module):
 
     # ---- audits
 
-    def is_audited(self, mode: str, number: int) -> bool:
-        """Returns whether a batch is to be run a second time, exactly."""
-        is_exact = mode in ("exact-wave", "exact-pipeline")
-        return self._audit_every > 0 and not is_exact and number % self._audit_every == 0
-
-    def take_over(self, audit: Audit) -> None:
+    def _take_audit(self, audit: Audit) -> None:
         """Keeps an audit and reacts to it. All ranks have the same figures, so they react alike."""
         self.audits.append(audit)
         if audit.exact_loss is not None and not math.isfinite(audit.exact_loss):
@@ -343,20 +338,26 @@ class Model(nn.Module):
         elif not audit.gradient_error <= self._audit_limit:
             self._change(self._on_excess, f"{audit}: the gradient error exceeds the limit of {self._audit_limit:.2%}")
 
-    def take_norms(self, solve: Solve, batch_plan: BatchPlan) -> None:
-        """Keeps the norms of a batch whose passes have completed. Reacts to them if the batch was a probe."""
-        self.norms = solve.norms
-        if "limit" in (solve.norms.forward_end, solve.norms.backward_end) and self.is_first:
+    def _take_results(self, batch: Batch) -> None:
+        """Keeps the norms and the audit of a batch whose passes have completed, and reacts to them."""
+        self._take_norms(batch)
+        if batch.audit is not None:
+            self._take_audit(batch.audit)
+
+    def _take_norms(self, batch: Batch) -> None:
+        """Keeps the norms of a batch. Reacts to them if the batch was a probe."""
+        norms = self.norms = batch.norms
+        if "limit" in (norms.forward_end, norms.backward_end) and self.is_first:
             warnings.warn(
                 f"layer-parallel training, mode converged: a solve reached max_iterations={self._max_iterations} before its tolerance, so gradients are inexact; raise max_iterations or "
                 "use an exact mode (net.norms.forward_end and backward_end name the pass)",
                 stacklevel=2,
             )
-        self._can_be_cut = self._is_divided(solve)
-        if not batch_plan.is_probe:
+        self._can_be_cut = self._is_divided(batch)
+        if not batch.plan.is_probe:
             return
-        forward, backward = (factor_of(list(norms.values())) for norms in (solve.norms.forward, solve.norms.backward))
-        probe = Probe(solve.batch.number, forward, backward)
+        forward, backward = (factor_of(list(each.values())) for each in (norms.forward, norms.backward))
+        probe = Probe(batch.number, forward, backward)
         self.probes.append(probe)
         if not probe.factor < 1:
             self._change(self._on_stall, str(probe), "use an exact mode, as more iterations do not help")
@@ -421,27 +422,32 @@ class Model(nn.Module):
             return self._batch(x, side)
 
     def _batch(self, x: Any, side: dict[str, Any] | None) -> Any:
-        if isinstance(x, Job):
-            x.found.net = self
-            try:
-                run = self.run(x.x, x.side, call="step()")
-                anchor: Tensor = Everything.apply(run, x, self._anchor, len(run.given), *run.given, *run.parameters)
-                return anchor
-            except Exception as error:
-                # The forward pass of a wrapper must complete in all replicas alike. `step` raises the error.
-                x.found.error = error
-                return self._anchor.detach().clone().requires_grad_()
-        run = self.run(x, side)
-        if not torch.is_grad_enabled():
-            with run.begun(is_recorded=False) as solve:
-                run.solve = solve
-                outputs = run.tried_outputs(solve.forward(run.batch_plan.forward))
-            run.done()
-            self.norms, self.output_form = solve.norms, solve.returned_form
-            return run.value([output.detach() for output in outputs])
-        outputs = Through.apply(run, self._anchor, len(run.given), *run.given, *run.parameters)
-        self.output_form = run.solve.returned_form
-        return run.value(outputs)
+        if isinstance(x, BatchInputs):
+            return self._step(x)
+        batch = self._new_batch(BatchInputs(x, side))
+        if torch.is_grad_enabled():
+            outputs = ForwardPass.apply(batch, self._anchor, *batch.given, *batch.parameters)
+        else:
+            with opened(batch, is_recorded=False):
+                outputs = batch.tried_outputs(run_forward(batch, batch.plan.forward))
+            batch.forward_is_over()
+            outputs = [output.detach() for output in outputs]
+        self.norms, self.output_form = batch.norms, batch.returned_form
+        return batch.value(outputs)
+
+    def _step(self, inputs: BatchInputs) -> Tensor:
+        """Runs a whole batch. Returns a tensor whose backward pass returns the gradients."""
+        result = inputs.result
+        try:
+            batch = self._new_batch(inputs, call="step()")
+            anchor: Tensor = WholeBatch.apply(batch, self._anchor, *batch.given, *batch.parameters)
+            return anchor
+        except Exception as error:
+            # The forward pass of a wrapper must complete in all replicas alike. `step` raises the error.
+            result.error = error
+            return self._anchor.detach().clone().requires_grad_()
+        finally:
+            result.solver = self._solver
 
     @torch.no_grad()
     def evaluate(
@@ -462,31 +468,39 @@ class Model(nn.Module):
         """
         if self.training:
             raise RuntimeError("evaluate() of a net in training mode; call eval() first, and train() afterwards")
-        run = self.run(x, side, call="evaluate()")
-        job = Job(x, target, loss_fn, side, 1.0)
+        batch = self._new_batch(BatchInputs(x, side, target, loss_fn), call="evaluate()")
         trained = self.batch_plan_of(self._mode if self._mode not in ("exact-pipeline", "auto") else "exact-wave")
-        run.add(trained)
-        with run.begun(job.wrong(self._wire, 1), is_recorded=False) as solve:
-            return Evaluated(*solve.compared((self._plans.solve("forward", WAVE), trained.forward), job.loss_of))
+        batch.prepare_for(trained)
+        with opened(batch, is_recorded=False, refusal=batch.inputs.refusal(self._wire, 1)):
+            return Evaluated(*compare_losses(batch, batch.plan.exact[0], trained.forward))
 
-    def run(self, x: Any, side: dict[str, Any] | None, *, call: str = "forward()") -> Run:
-        """Begins a batch."""
-        return Run(self, x, side, call=call)
+    def _new_batch(self, inputs: BatchInputs, *, call: str = "forward()") -> Batch:
+        """Returns a batch with its plan."""
+        batch = self.new_batch(inputs, call)
+        batch.use(self.batch_plan(batch))
+        return batch
 
-    def settled(self, solve: Solve) -> None:
-        """Completes gradients that need several ranks, after both passes."""
-        solve.settle()
+    def new_batch(self, inputs: BatchInputs, call: str) -> Batch:
+        """Returns a batch without a plan."""
+        return Batch(
+            self._solver,
+            inputs,
+            call=call,
+            is_training=self.training,
+            settle=self.settle,
+            on_end=self._take_results,
+        )
 
-    def exact_passes(self) -> tuple[Passes, Passes]:
-        """Returns the passes of an exact wave, forward and backward."""
-        return self._plans.solve("forward", WAVE), self._plans.solve("adjoint", WAVE)
+    def settle(self, batch: Batch) -> None:
+        """Completes gradients that need several ranks, after both passes. All ranks call it."""
+        batch.add_side_gradients()
 
-    def batch_plan(self, run: Run) -> BatchPlan:
+    def batch_plan(self, batch: Batch) -> BatchPlan:
         """Returns how a batch is run."""
         mode = self._mode if self.training else self._evaluation
-        return self.batch_plan_of(self._fastest(run) if mode == "auto" else mode)
+        return self.batch_plan_of(self._fastest(batch) if mode == "auto" else mode)
 
-    def _fastest(self, run: Run) -> Mode:
+    def _fastest(self, batch: Batch) -> Mode:
         """Returns the fastest mode for batches like this one.
 
         The first batch of a kind is measured on all ranks, and rank 0 chooses.
@@ -496,7 +510,7 @@ class Model(nn.Module):
         if wire.rank == 0:
             # If the input has no key, the error is reported when the batch begins.
             with contextlib.suppress(Exception):
-                key = run.key()
+                key = key_of(self._solver, batch.inputs.x, batch.inputs.side)
         has_changed = self._state_of_choices not in (None, state)
         numbers = torch.tensor([key, int(has_changed)], dtype=torch.int64, device=wire.device)
         key, is_other = wire.together(numbers, "choosing a mode", is_greatest=True)
@@ -509,11 +523,12 @@ class Model(nn.Module):
             found: Choice | None = None
             if len(self._auto_modes) > 1:
                 meshes = max(sum(cycle.coarser_levels()) for cycle in (self.fwd, self.bwd))
-                run.batch_plan = replace(self.batch_plan_of("exact-wave"), meshes=meshes)
+                batch.plan = replace(self.batch_plan_of("exact-wave"), meshes=meshes)
                 number = self._solver.shared.number
-                with run.begun(is_recorded=True) as solve:
-                    parts = self._parts(solve)
-                    known = measured(solve, parts)
+                # The batch opens a second time for its passes.
+                with opened(batch, is_recorded=True):
+                    parts = self._parts(batch)
+                    known = measured(batch, parts)
                 self._solver.shared.number = number
                 candidates = self._candidates(parts)
                 found = chosen(candidates, known) if wire.rank == 0 and known is not None and candidates else None
@@ -525,12 +540,12 @@ class Model(nn.Module):
         mode: Mode = self.choice.mode  # type: ignore[assignment]
         return mode
 
-    def _parts(self, solve: Solve) -> int:
+    def _parts(self, batch: Batch) -> int:
         """Returns the number of micro-batches, or 0 if a batch like this one cannot be split into them."""
-        return self._micro_batches if "exact-pipeline" in self._auto_modes and self._is_divided(solve) else 0
+        return self._micro_batches if "exact-pipeline" in self._auto_modes and self._is_divided(batch) else 0
 
-    def _is_divided(self, solve: Solve) -> bool:
-        rows = {leaf.shape[0] if leaf.shape else 0 for form in solve.batch.forms for leaf in form.leaves}
+    def _is_divided(self, batch: Batch) -> bool:
+        rows = {leaf.shape[0] if leaf.shape else 0 for form in batch.forms for leaf in form.leaves}
         return len(rows) == 1 and rows != {0} and not min(rows) % self._micro_batches
 
     def _candidates(self, parts: int) -> list[Candidate]:
@@ -563,7 +578,8 @@ class Model(nn.Module):
         if is_probe := may_probe and self._is_probe(mode):
             # At least three iterations, so that there are two norms.
             fwd, bwd = (replace(cycle, iterations=max(2 * cycle.iterations, 3)) for cycle in (fwd, bwd))
-        forward, adjoint = self.exact_passes()
+        exact: tuple[Passes, Passes] = plans.solve("forward", WAVE), plans.solve("adjoint", WAVE)
+        forward, adjoint = exact
         if mode == "exact-pipeline":
             micro_batches = self._micro_batches
             forward, adjoint = plans.pipeline("forward", micro_batches), plans.pipeline("adjoint", micro_batches)
@@ -581,6 +597,7 @@ class Model(nn.Module):
             mode=mode,
             forward=forward,
             adjoint=adjoint,
+            exact=exact,
             micro_batches=micro_batches,
             pipeline=pipeline,
             settings=f"{self._settings}; {shown}",
@@ -588,6 +605,7 @@ class Model(nn.Module):
             is_probe=is_probe,
             keeps_graph=None if keeps is None else keeps.__contains__,
             meshes=max(forward.coarsest, adjoint.coarsest),
+            audit_every=self._audit_every,
         )
 
     def _converging(self, pass_: str, cycle: Cycle) -> Passes:

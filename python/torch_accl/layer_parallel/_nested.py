@@ -32,7 +32,7 @@ from ._optimizer_state import (
 )
 from ._refinement import Origin, coarser, finer, following
 from ._scaled import scaled
-from ._solve import Guess
+from ._solver import Guess
 from ._stack import LayerParallel
 
 __all__ = ["Interpolation", "coarsened", "refined"]

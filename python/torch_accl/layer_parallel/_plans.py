@@ -15,7 +15,7 @@ from torch_accl import _native
 from ._cycle import Cycle
 from ._kinds import LayerKind
 
-__all__ = ["ConstantsKey", "Net", "Plans", "Program", "Receive", "specs_of"]
+__all__ = ["ConstantsKey", "Converging", "Net", "Passes", "Plans", "Program", "Receive", "specs_of"]
 
 
 Op = tuple[Any, ...]
@@ -94,6 +94,38 @@ class Program:
     carrying: dict[int, ConstantsKey]
     # Whether no state is ever a difference of other states, as in a wave or a pipeline.
     is_exact: bool
+
+
+@dataclass(frozen=True)
+class Converging:
+    """A pass that continues until its residual is small.
+
+    `first` and `more` end with states of C-points, and `last` is the final sweep.
+    """
+
+    first: Program
+    more: Program
+    last: Program
+    # Replaces the whole pass if more iterations do not help.
+    exact: Program
+    # tolerance: share of the first norm at which the pass has converged. limit: maximum number of iterations.
+    tolerance: float
+    limit: int
+    # Numbers of iterations of `first` and of each `more`.
+    iterations: tuple[int, int]
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether no state is ever a difference of other states."""
+        return self.first.is_exact
+
+    @property
+    def coarsest(self) -> int:
+        """The coarsest mesh that states are on."""
+        return max(self.first.coarsest, self.more.coarsest)
+
+
+Passes = Program | Converging
 
 
 class Plans:

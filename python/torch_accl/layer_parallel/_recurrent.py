@@ -8,7 +8,6 @@ cell computes.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -22,6 +21,7 @@ from torch.utils import _pytree as pytree
 from torch_accl import _native
 
 from ._audit import Excess
+from ._batch import Batch, BatchInputs, BatchPlan, LossFunction
 from ._blocks import mixed, seeded
 from ._cells import CoarseCell, FinalCell, PreparedCell, Stepped, stepped
 from ._copies import Copied, Copies
@@ -31,8 +31,8 @@ from ._kinds import CUSTOM, PLAIN
 from ._model import Mode, Model, Schedule, group_of, replica_of
 from ._net import Evaluation, Extra, LayerInputs, Layers, Parameters, States
 from ._plans import Net, Plans
-from ._run import BatchPlan, LossFunction, Run, step
-from ._solve import Shared, Solve, Solver
+from ._solver import Shared, Solver
+from ._step import step
 from ._tree import Form, is_state, ordered, zeros
 from ._unserved import of_forward
 from ._wire import Wire
@@ -221,18 +221,17 @@ class RecurrentParallel(Model):
     def evaluate(self, x: Any, target: Any = None, loss_fn: LossFunction | None = None, *, state: Any = None) -> Any:  # type: ignore[override]
         return super().evaluate(x, target, loss_fn, side={"state": state})
 
-    def run(self, x: Any, side: dict[str, Any] | None, *, call: str = "forward()") -> Run:
-        """Begins a batch. Ranks exchange their numbers of steps."""
-        state = None if side is None else side.get("state")
-        wrong: BaseException | None = None
+    def new_batch(self, inputs: BatchInputs, call: str) -> Batch:
+        """Returns a batch without a plan. Ranks exchange their numbers of steps."""
+        refusal: BaseException | None = None
         rows, count = -1, -1
         try:
-            rows, count = _sizes_of(x)
+            rows, count = _sizes_of(inputs.x)
         except Exception as error:
-            wrong = error
+            refusal = error
         self._look_at_modules()
-        self._solver = self._solver_of(self._counts(rows, count, wrong))
-        return SequenceRun(self, x, state, call)
+        self._solver = self._solver_of(self._counts(rows, count, refusal))
+        return SequenceBatch(self, inputs, call)
 
     def _look_at_modules(self) -> None:
         """Rebuilds the steps if the user has replaced the cell or the tail."""
@@ -246,15 +245,17 @@ class RecurrentParallel(Model):
             if self._copies is not None:
                 self._copies.is_new = True
 
-    def _counts(self, rows: int, count: int, wrong: BaseException | None) -> tuple[int, ...]:
+    def _counts(self, rows: int, count: int, refusal: BaseException | None) -> tuple[int, ...]:
+        """Returns the number of steps of each rank. All ranks call it together."""
         what = f"the start of batch {self._shared.number}"
-        header = [count, -count, rows, -rows, int(wrong is not None)]
+        # Numbers are equal on all ranks if the maximum of each is the negative of the maximum of its negative.
+        header = [count, -count, rows, -rows, int(refusal is not None)]
         header += [] if self._copies is None else self._copies.numbers()
         numbers = torch.tensor(header, dtype=torch.int64, device=self._wire.device)
         most, least, most_rows, least_rows, has_failed, *copies = self._wire.together(numbers, what, is_greatest=True)
         if has_failed:
-            cause = None if wrong is None else f"{what}: {described(wrong)}"
-            raise LayerParallelError(sentence(self._wire.gathered(cause))) from wrong
+            cause = None if refusal is None else f"{what}: {described(refusal)}"
+            raise LayerParallelError(sentence(self._wire.gathered(cause))) from refusal
         if most_rows != -least_rows:
             of_all = self._wire.gathered(rows)
             raise ValueError(f"the ranks' parts of the sequence have {of_all} rows; give all ranks the same batch")
@@ -283,16 +284,16 @@ class RecurrentParallel(Model):
             )
         return self._solvers[counts]
 
-    def settled(self, solve: Solve) -> None:
+    def settle(self, batch: Batch) -> None:
         """Sums the cell's gradients over the whole sequence, the same on all ranks."""
-        evaluation = solve.batch.evaluation
+        evaluation = batch.evaluation
         sequence = evaluation.layer_inputs
         assert isinstance(sequence, Inputs)
         try:
             sequence.finish(evaluation)
         except Exception as error:
-            solve.batch.fail(f"the gradients of inputs, batch {solve.batch.number}", error)
-        layers = solve.solver.layers
+            batch.fail(f"the gradients of inputs, batch {batch.number}", error)
+        layers = batch.solver.layers
         assert isinstance(layers, Steps)
         slots = layers.shared()
         parameters = [evaluation.parameters[slot] for slot in slots]
@@ -310,7 +311,7 @@ class RecurrentParallel(Model):
                 *(torch.view_as_real(w).flatten() if w.is_complex() else w.flatten() for w in wide),
             ]
         )
-        self._wire.sum_on_all(flat, f"adding up the gradients of batch {solve.batch.number}")
+        self._wire.sum_on_all(flat, f"adding up the gradients of batch {batch.number}")
         has = flat[: len(slots)].tolist()
         at = len(slots)
         for slot, parameter, count in zip(slots, parameters, has):
@@ -324,9 +325,9 @@ class RecurrentParallel(Model):
                 )
                 evaluation.gradients[slot] = whole.to(parameter.dtype)
 
-    def batch_plan(self, run: Run) -> BatchPlan:
+    def batch_plan(self, batch: Batch) -> BatchPlan:
         """Returns how a batch is run. The names of trained parameters are compared between ranks too."""
-        batch_plan = super().batch_plan(run)
+        batch_plan = super().batch_plan(batch)
         if self._wire.size == 1:
             return batch_plan
         trained = [name for name, parameter in self.cell.named_parameters() if parameter.requires_grad]
@@ -559,36 +560,31 @@ class Inputs(LayerInputs):
 
     # ---- outputs
 
-    def after(self, layer: int, solve: Solve) -> tuple[States, States]:
+    def after(self, layer: int, batch: Batch) -> tuple[States, States]:
         """Returns the detached state after one of this rank's steps, all micro-batches together, and its constants."""
-        batch = solve.batch
-        micro_batches, segment = range(batch.micro_batches), batch.segment(layer + 1)
-        states = solve.together([self._states[layer, micro] for micro in micro_batches])
-        constants = solve.together([batch.constants.get((segment, micro), []) for micro in micro_batches])
+        micro_batches = range(batch.micro_batches)
+        states = batch.together([self._states[layer, micro] for micro in micro_batches])
+        constants = batch.together([batch.constants_of(layer + 1, micro) for micro in micro_batches])
         leaves = batch.forms[layer + 1].states
         # Tensors are dense, because they are sent.
         return [ordered(state.detach().to(leaf.dtype), leaf) for state, leaf in zip(states, leaves)], constants
 
-    def outputs(self, solve: Solve, output: Callable[[Any], Tensor]) -> Tensor:
+    def outputs(self, batch: Batch, output: Callable[[Any], Tensor]) -> Tensor:
         """Returns the outputs of this rank's steps, with the graph back to their states."""
-        micro_batches = solve.batch.micro_batches
         if not self._steps.own:
             kind = _dtype_of_state(self._leaves[0], self._steps.cell)
             return torch.zeros(self._leaves[0].shape[0], 0, dtype=kind, device="cpu")
         by_step = []
         for layer in self._steps.own:
-            form = solve.batch.forms[layer + 1]
-            constants = [
-                solve.batch.constants.get((solve.batch.segment(layer + 1), micro), []) for micro in range(micro_batches)
-            ]
+            form = batch.forms[layer + 1]
             parts = []
-            for micro in range(micro_batches):
+            for micro in range(batch.micro_batches):
                 states = [state.detach().to(leaf.dtype) for state, leaf in zip(self._states[layer, micro], form.states)]
                 if self._is_recorded:
                     states = [state.requires_grad_() for state in states]
                     self._states[layer, micro] = states
-                parts.append(output(form.joined(states, constants[micro])))
-            by_step.append(parts[0] if micro_batches == 1 else torch.cat(parts))
+                parts.append(output(form.joined(states, batch.constants_of(layer + 1, micro))))
+            by_step.append(parts[0] if len(parts) == 1 else torch.cat(parts))
         return torch.stack(by_step, 1)
 
     def take_sources(self, outputs: Tensor, cotangent: Tensor | None) -> None:
@@ -617,86 +613,83 @@ class _Preparing(nn.Module):
         return self.cell.prepare(x)  # type: ignore[operator]
 
 
-class SequenceRun(Run):
-    """A batch of sequences."""
+class SequenceBatch(Batch):
+    """A batch of sequences. The input of its first layer is the state before the first step."""
 
-    def __init__(self, model: RecurrentParallel, x: Any, state: Any, call: str) -> None:
-        steps = model.current.layers
+    def __init__(self, net: RecurrentParallel, inputs: BatchInputs, call: str) -> None:
+        steps = net.current.layers
         assert isinstance(steps, Steps)
-        self._net, self._steps, self._input = model, steps, x
+        self._net, self._steps, self._input = net, steps, inputs.x
+        state = None if inputs.side is None else inputs.side.get("state")
         first: Any = None
-        wrong: Exception | None = None
-        if model.wire.rank == 0:
-            leaf = pytree.tree_leaves(x)[0]
+        refusal: Exception | None = None
+        if net.wire.rank == 0:
             first = state
-            if state is not None and isinstance(model.step_cell, Stepped):
-                try:
-                    first = model.step_cell.taken(state)
-                except Exception as error:
-                    wrong = error
-            if state is None:
-                kind = _dtype_of_state(leaf, model.step_cell)
-                try:
-                    first = model.step_cell.initial(leaf.shape[0], kind, leaf.device)  # type: ignore[operator]
-                except Exception as error:
-                    wrong = error
-        super().__init__(model, first, None, call=call, wrong=wrong)
+            try:
+                if state is None:
+                    leaf = pytree.tree_leaves(inputs.x)[0]
+                    kind = _dtype_of_state(leaf, net.step_cell)
+                    first = net.step_cell.initial(leaf.shape[0], kind, leaf.device)  # type: ignore[operator]
+                elif isinstance(net.step_cell, Stepped):
+                    first = net.step_cell.taken(state)
+            except Exception as error:
+                refusal = error
+        super().__init__(
+            net.current,
+            replace(inputs, x=first, side=None),
+            call=call,
+            is_training=net.training,
+            settle=net.settle,
+            on_end=net._take_results,
+            refusal=refusal,
+        )
         self._of_state = len(self.given)
-        inputs = [leaf for leaf in pytree.tree_leaves(x) if is_state(leaf)]
-        self.given += inputs
-        self.wrong = self.wrong or of_forward(inputs)
+        sequence = [leaf for leaf in pytree.tree_leaves(inputs.x) if is_state(leaf)]
+        self.given += sequence
+        self.refusal = self.refusal or of_forward(sequence)
         self._sequence: Inputs
         self._outputs: Tensor
 
-    def begun(self, wrong: BaseException | None = None, *, is_recorded: bool) -> AbstractContextManager[Solve]:
-        try:
-            # Random numbers that are drawn here depend on the seed and the batch, as all others do.
-            is_training = self._net.training
-            number = self.solver.shared.due(is_training=is_training)
-            with seeded(
-                mixed(self._steps.seed, number, self.solver.replica, self._steps.own.start, int(not is_training))
-            ):
-                self._sequence = Inputs(
-                    self._steps,
-                    self._net.step_cell,
-                    self._input,
-                    self.batch_plan.micro_batches,
-                    [self.parameters[place] for place in self._steps.shared()],
-                    is_recorded=is_recorded,
-                )
-        except Exception as error:
-            wrong = wrong or error
-        return super().begun(wrong, is_recorded=is_recorded)
+    def prepare(self, *, is_recorded: bool) -> None:
+        # Random numbers that are drawn here depend on the seed and the batch, as all others do.
+        number = self.solver.shared.due(is_training=self.is_training)
+        with seeded(
+            mixed(self._steps.seed, number, self.solver.replica, self._steps.own.start, int(not self.is_training))
+        ):
+            self.layer_inputs = self._sequence = Inputs(
+                self._steps,
+                self._net.step_cell,
+                self._input,
+                self.micro_batches,
+                [self.parameters[place] for place in self._steps.shared()],
+                is_recorded=is_recorded,
+            )
 
-    def layer_inputs(self, *, is_recorded: bool) -> LayerInputs | None:
-        return getattr(self, "_sequence", None)
-
-    def done(self) -> None:
-        batch, layer = self.solve.batch, self._steps.end - 1
-        owner, form = self.solver.plans.net.owner(layer), self.solve.whole(batch.forms[layer + 1])
+    def forward_is_over(self) -> None:
+        layer = self._steps.end - 1
+        owner, form = self.solver.plans.net.owner(layer), self.whole(self.forms[layer + 1])
         mine: tuple[States, States] | None = None
-        if owner == self._net.wire.rank:
-            mine = self._sequence.after(layer, self.solve)
-        self._net._last = (owner, form, batch.device, mine)
+        if owner == self.solver.wire.rank:
+            mine = self._sequence.after(layer, self)
+        self._net._last = (owner, form, self.device, mine)
 
-    def outputs(self, found: Sequence[States]) -> list[Tensor]:
+    def outputs(self, outputs: Sequence[States]) -> list[Tensor]:
         with torch.set_grad_enabled(self._sequence._is_recorded):
-            self._outputs = self._sequence.outputs(self.solve, self._net.step_cell.output)  # type: ignore[arg-type]
-        return [self._outputs.detach(), *super().outputs(found)]
+            self._outputs = self._sequence.outputs(self, self._net.step_cell.output)  # type: ignore[arg-type]
+        return [self._outputs.detach(), *super().outputs(outputs)]
 
     def value(self, outputs: Sequence[Tensor]) -> Any:
         return outputs[0], super().value(outputs[1:])
 
-    def backward(self, cotangents: Sequence[Tensor | None]) -> list[Tensor | None]:
-        batch = self.solve.batch
+    def cotangents_of_result(self, cotangents: Sequence[Tensor | None]) -> list[States]:
         try:
             self._sequence.take_sources(self._outputs, cotangents[0])
         except Exception as error:
-            batch.fail(f"the gradients of outputs, batch {batch.number}", error)
-        return super().backward(cotangents[1:])
+            self.fail(f"the gradients of outputs, batch {self.number}", error)
+        return super().cotangents_of_result(cotangents[1:])
 
-    def of_given(self, solve: Solve, found: Sequence[States]) -> list[Tensor | None]:
-        states: list[Tensor | None] = [*solve.together(found)] if found else [None] * self._of_state
+    def gradients_of_given(self, gradients: Sequence[States]) -> list[Tensor | None]:
+        states: list[Tensor | None] = [*self.together(gradients)] if gradients else [None] * self._of_state
         return [*states, *self._sequence.of_input]
 
 

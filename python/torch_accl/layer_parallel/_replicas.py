@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ._failures import LayerParallelError, described
-from ._solve import Solver
+from ._solver import Solver
 from ._wire import Wire
 
 __all__ = ["agree"]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ._auto import Choice
 from ._cycle import Cycle, check_backward
 from ._net import Layers
-from ._solve import Shared
+from ._solver import Shared
 
 if TYPE_CHECKING:
     from ._model import Model

@@ -18,6 +18,7 @@ from torch_accl import _native
 
 from ._agreed import agreed
 from ._audit import Excess
+from ._batch import Batch
 from ._blocks import Block, built
 from ._copies import Copied, Copies
 from ._cycle import Cycle
@@ -28,7 +29,7 @@ from ._net import Layers
 from ._pickled import pickled
 from ._plans import Net, Plans, specs_of
 from ._serial import Serial
-from ._solve import Guess, Solve, Solver
+from ._solver import Guess, Solver
 from ._spatial import Spatial
 from ._ties import Ties, shared_names
 from ._wire import Wire
@@ -198,13 +199,13 @@ class LayerParallel(Model):
         own = {name for name, _ in self.named_parameters(remove_duplicate=False)}
         return {name: names[0] for names in self._ties.names for name in names if name in own}
 
-    def settled(self, solve: Solve) -> None:
+    def settle(self, batch: Batch) -> None:
         """Sums the gradients of tied parameters and of side inputs over ranks."""
         try:
-            self._ties.add_up(solve.batch.evaluation, f"batch {solve.batch.number}")
+            self._ties.add_up(batch.evaluation, f"batch {batch.number}")
         except ValueError as error:
-            solve.batch.fail(f"adding up gradients, batch {solve.batch.number}", error)
-        super().settled(solve)
+            batch.fail(f"adding up gradients, batch {batch.number}", error)
+        super().settle(batch)
 
     # ---- the same net on one rank
 

@@ -1,28 +1,28 @@
-"""Execution of one rank's list of a plan.
+"""Execution of one rank's part of a program.
 
 Owns the values during execution, the posting of receives, and the context that is added to errors of the group. Also
-owns that a rank with an error continues with zeros. The crate `accl-multigrid` defines the operations.
+owns that a rank with an error continues with zeros. The crate `accl-multigrid` defines the operations. Start at
+`run_program`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ._failures import described
-from ._net import Evaluation, Record, States, states_of
+from ._batch import Batch
+from ._net import Record, States, states_of
 from ._plans import ConstantsKey, Program, Receive
-from ._spatial import Meshes
 from ._tree import Form, Leaf, ordered, zeros
-from ._wire import Wire, tried
+from ._wire import tried
 
-__all__ = ["Batch", "Walk", "moved"]
+__all__ = ["moved", "run_program"]
 
 
 # Number of receives that are posted before their position in the list, so that a sender does not wait for this rank.
@@ -31,73 +31,29 @@ _WIDE = (torch.float32, torch.float64)
 # Squares of float32 are summed in rows of this length, and the rows in float64.
 _ROW = 512
 
-# Returns the gradient of the loss, from a micro-batch's number and its output.
-Loss = Callable[[int, States], States]
+
+def run_program(
+    program: Program, batch: Batch, inputs: Sequence[States], guesses: Sequence[States] = ()
+) -> tuple[list[States], dict[int, float]]:
+    """Executes this rank's part of a program, on all ranks together.
+
+    Inputs, guesses and outputs of this rank are in the plan's order. An operation `loss` gives the gradient of the
+    batch's loss.
+
+    Returns the outputs, or the states of C-points of a program without a final sweep, and residual norms by iteration.
+    """
+    walk = _Walk(program, batch)
+    return walk.run(inputs, guesses), walk.norms
 
 
-@dataclass
-class Batch:
-    """Data that all walks of one batch share."""
+class _Walk:
+    """The values while a program is executed, and its operations."""
 
-    number: int
-    forms: Sequence[Form]
-    names: Sequence[str]
-    device: torch.device
-    evaluation: Evaluation
-    segment: Callable[[int], int]
-    micro_batches: int
-    meshes: Meshes
-    constants: dict[ConstantsKey, States] = field(default_factory=dict)
-    # Constants on coarser meshes, by key and mesh.
-    coarse_constants: dict[tuple[ConstantsKey, int], States] = field(default_factory=dict)
-    # The first error on this rank, described and as raised.
-    cause: str | None = None
-    error: BaseException | None = None
-
-    def again(self) -> Batch:
-        """Returns the same batch for a second run, which leaves no trace."""
-        first = self.evaluation
-        evaluation = Evaluation(
-            first.layers,
-            first.found,
-            first.key,
-            self.device,
-            is_recorded=True,
-            leaves_no_trace=True,
-            layer_inputs=first.layer_inputs.again(),
-            keeps_graph=first.keeps_graph,
-        )
-        return Batch(
-            self.number, self.forms, self.names, self.device, evaluation, self.segment, self.micro_batches, self.meshes
-        )
-
-    def constants_of(self, point: int, micro_batch: int, mesh: int) -> States:
-        """Returns the constants that belong to the state of a point."""
-        constants_key = (self.segment(point), micro_batch)
-        found = self.constants.get(constants_key, [])
-        if mesh == 0 or not found:
-            return found
-        if (constants_key, mesh) not in self.coarse_constants:
-            before = self.constants_of(point, micro_batch, mesh - 1)
-            states, _ = zeros(self.meshes.form(point, mesh - 1), self.device)
-            self.coarse_constants[constants_key, mesh] = self.meshes.coarsened(point, mesh - 1, states, before)[1]
-        return self.coarse_constants[constants_key, mesh]
-
-    def fail(self, where: str, error: BaseException) -> None:
-        """Remembers an error unless there is an earlier one."""
-        if self.cause is None:
-            self.cause, self.error = f"{where}: {described(error)}", error
-
-
-class Walk:
-    """One rank's execution of a program."""
-
-    def __init__(self, program: Program, batch: Batch, wire: Wire, loss: Loss | None = None) -> None:
+    def __init__(self, program: Program, batch: Batch) -> None:
         self.program = program
         self.batch = batch
-        self.wire = wire
+        self.wire = batch.solver.wire
         self.norms: dict[int, float] = {}
-        self._loss_of = loss
         self._values: dict[int, States] = {}
         self._coming: dict[int, _Coming] = {}
         self._leaving: list[tuple[list[dist.Work], States]] = []
@@ -109,7 +65,6 @@ class Walk:
         self._reductions: dict[int, tuple[Tensor, dist.Work | None]] = {}
 
     def run(self, inputs: Sequence[States], guesses: Sequence[States] = ()) -> list[States]:
-        """Executes the whole list. Inputs, guesses and outputs (or states) of this rank are in the plan's order."""
         self._values.update(zip(self.program.inputs, inputs))
         self._values.update(zip(self.program.guesses, guesses))
         self._post_ahead()
@@ -142,7 +97,7 @@ class Walk:
             # This pass may work in another dtype than the pass before.
             return [self._worked(state, leaf) for state, leaf in zip(pulled, self._form(dst).states)]
 
-        self._make(dst, lambda: f"layer {layer} ({self.batch.names[layer]}), {pass_} pass", found)
+        self._make(dst, lambda: f"layer {layer} ({self.batch.solver.names[layer]}), {pass_} pass", found)
 
     def _make(self, dst: int, what: Callable[[], str], found: Callable[[], States]) -> None:
         """Makes a value of this rank. After an error the value is zeros, so that no rank waits for it."""
@@ -181,15 +136,15 @@ class Walk:
             raise RuntimeError(
                 "the layer changes its input in place; let it work on a copy (for activations: inplace=False)"
             )
-        kind = evaluation.layers.kinds[layer]
-        who = f"layer {layer} ({batch.names[layer]})"
+        kind = batch.solver.layers.kinds[layer]
+        who = f"layer {layer} ({batch.solver.names[layer]})"
         found, made = states_of(returned, after, who, may_be_states=kind.returns_increment)
         if any(state.device != self.batch.device for state in found):
             raise ValueError(
                 f"the layer returned a tensor on {found[0].device}, but its input is on {self.batch.device}"
             )
         if not kind.is_step:
-            self._keep_constants((batch.segment(layer + 1), micro_batch), made)
+            self._keep_constants((batch.solver.plans.segment(layer + 1), micro_batch), made)
         elif any(made_ is not given and not torch.equal(made_, given) for made_, given in zip(made, constants)):
             raise ValueError("the layer changes an integer leaf, which only plain layers may do")
         if is_final:
@@ -211,7 +166,7 @@ class Walk:
             )
 
     def _advance(self, span: int, src: int, increment: int, dst: int) -> None:
-        scale = span * self.batch.evaluation.layers.dt
+        scale = span * self.batch.solver.layers.dt
         parts = zip(self._read(src), self._read(increment), self._form(dst).states)
         self._make(
             dst, self._sum, lambda: [ordered(moved(state, change, scale), leaf) for state, change, leaf in parts]
@@ -271,9 +226,9 @@ class Walk:
         self.norms[iteration] = sum(bits.cpu().view(torch.float64).tolist()) ** 0.5
 
     def _loss(self, micro_batch: int, src: int, dst: int) -> None:
-        states, loss = self._read(src), self._loss_of
-        assert loss is not None
-        self._make(dst, lambda: f"the loss of micro-batch {micro_batch}", lambda: loss(micro_batch, states))
+        states = self._read(src)
+        what = f"the loss of micro-batch {micro_batch}"
+        self._make(dst, lambda: what, lambda: self.batch.gradients_of_loss(micro_batch, states))
 
     def _send(self, position: int, pass_: str, to: int, value: int) -> None:
         form = self._form(value)

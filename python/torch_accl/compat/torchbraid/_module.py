@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ...layer_parallel import Norms
+from ...layer_parallel._batch import Batch
 from ...layer_parallel._model import Model
-from ...layer_parallel._walk import Batch
 from ._communicator import Comm
 from ._compose import Compose
 from ._root import at_root
@@ -105,13 +105,13 @@ class Parallel(nn.Module):
         node = next((leaf.grad_fn for leaf in pytree.tree_leaves(output) if getattr(leaf, "grad_fn", None)), None)
         self._batch = None
         if node is not None:
-            self._batch = weakref.ref(node.run.solve.batch)
+            self._batch = weakref.ref(node.batch)
             self._await_backward(node, norms, again)
         where = self._device(device, output)
 
         def refuse(refusal: Exception) -> None:
             assert node is not None, "only the backward pass refuses"
-            batch = node.run.solve.batch
+            batch = node.batch
             batch.fail(f"the backward pass, batch {batch.number}", refusal)
 
         return at_root(output, form, body.wire, where, refuse, is_everywhere=is_everywhere)

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from ...layer_parallel._batch import Batch
 from ...layer_parallel._net import Record, States
-from ...layer_parallel._walk import Batch, moved
+from ...layer_parallel._walk import moved
 
 __all__ = ["recorded"]
 
@@ -40,7 +41,7 @@ def _state(batch: Batch, point: int, micro_batch: int) -> Any:
         states, constants = record.states, record.constants
     else:
         states = _after(batch, point - 1, batch.evaluation.tape[point - 1, micro_batch])
-        constants = batch.constants_of(point, micro_batch, 0)
+        constants = batch.constants_of(point, micro_batch)
     form = batch.forms[point]
     detached: list[Tensor] = [state.detach().to(leaf.dtype) for state, leaf in zip(states, form.states)]
     return form.joined(detached, constants)
@@ -50,7 +51,7 @@ def _after(batch: Batch, layer: int, record: Record) -> States:
     """Returns the states after a layer, which the next rank starts with."""
     if record.graph is None:
         raise RuntimeError(f"the output of layer {layer} was not kept, because the backward pass rebuilds its graph")
-    layers = batch.evaluation.layers
+    layers = batch.solver.layers
     if not layers.kinds[layer].returns_increment:
         return record.graph.outputs
     pairs = zip(record.states, record.graph.outputs)

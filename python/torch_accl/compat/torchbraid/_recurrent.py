@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ...layer_parallel import Cycle, Norms, RecurrentParallel
+from ...layer_parallel._batch import Batch, BatchPlan
 from ...layer_parallel._model import Mode
-from ...layer_parallel._run import BatchPlan, Run
 from ._module import Parallel
 from ._settings import say_once
 from ._timers import ContextTimer
@@ -95,7 +95,7 @@ class GRU_Parallel(Parallel):
         body = _Body(cell, group=self.ranks.group or "alone", fwd=one, bwd=one, auto_modes=("exact-wave", "inexact"))
         self.begin(body, _steps(sum(of_all)), Tf, (max_fwd_levels, max_bwd_levels), max_iters)
         self.fwd_app.has_fastforward = kind is _FastCell
-        body.settle = self._settle_for
+        body.adapt = self._adapt_to
         for app in (self.fwd_app, self.bwd_app):
             app.owner = body.owner
 
@@ -111,7 +111,7 @@ class GRU_Parallel(Parallel):
         for tensor, other in zip(mine, theirs, strict=True):
             tensor.detach().copy_(other)
 
-    def _settle_for(self, count: int) -> None:
+    def _adapt_to(self, count: int) -> None:
         """Adapts the cycles' levels and dt to a sequence of `count` steps, which together take the time Tf."""
         if count != self._declared:
             say_once(
@@ -184,14 +184,14 @@ class GRU_Parallel(Parallel):
 class _Body(RecurrentParallel):
     """The net, whose cycles are set once the length of the sequence is known."""
 
-    settle: Callable[[int], None] | None = None
+    adapt: Callable[[int], None] | None = None
 
-    def batch_plan(self, run: Run) -> BatchPlan:
+    def batch_plan(self, batch: Batch) -> BatchPlan:
         """Returns how a batch is run, after setting the cycles, which are a part of that."""
-        if self.settle is not None:
+        if self.adapt is not None:
             # The layers include one after the last step.
-            self.settle(len(self._plans.net.layers) - 1)
-        return super().batch_plan(run)
+            self.adapt(len(self._plans.net.layers) - 1)
+        return super().batch_plan(batch)
 
     def owner(self, layer: int) -> int:
         """Returns the rank of a step of the last batch."""
