@@ -128,7 +128,7 @@ def solved(net: Net, mode: str, times: int = 1) -> Iterator[None]:
 def look(net: Net, inputs: Tensor, targets: Tensor) -> dict[str, float | None]:
     """Returns convergence factors of both passes, and the error of a batch's gradients. Keeps no gradients.
 
-    In normal training, `probe_every` and `audit_every` of a net measure the same; here exact runs are measured as well.
+    In normal training, a net's `Audits` measure the same; here exact runs are measured as well.
     """
     usual = "exact-forward" if net.mode == "exact-forward" else "inexact"
     with solved(net, "inexact", times=2):

@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from torch_accl import layer_parallel
-from torch_accl.layer_parallel import Cycle, LayerParallel, LayerParallelError, ode, plain, residual, timed
+from torch_accl.layer_parallel import Audits, Cycle, LayerParallel, LayerParallelError, ode, plain, residual, timed
 from torch_accl.layer_parallel._model import replica_of
 from torch_accl.layer_parallel._net import Evaluation
 from torch_accl.layer_parallel._own import warn_of_other_threads
@@ -1238,9 +1238,9 @@ def test_an_audit_says_how_wrong_gradients_are(rank, world):
     cycles = dict(fwd=Cycle(factor=4), bwd=Cycle(factor=4, iterations=1))
     exact = LayerParallel([ode(copy.deepcopy(block)) for block in blocks], group=alone(), replica=0, mode="exact-wave")
     plainly = LayerParallel([ode(copy.deepcopy(block)) for block in blocks], group=alone(), replica=0, **cycles)
-    net = LayerParallel([ode(block) for block in blocks], audit_every=2, **cycles)
+    net = LayerParallel([ode(block) for block in blocks], audit=Audits(every=2), **cycles)
     one = LayerParallel(
-        [ode(copy.deepcopy(block)) for block in blocks], group=alone(), replica=0, audit_every=2, **cycles
+        [ode(copy.deepcopy(block)) for block in blocks], group=alone(), replica=0, audit=Audits(every=2), **cycles
     )
     for number in range(3):
         for module in (exact, plainly, net, one):
@@ -1273,7 +1273,7 @@ def test_an_audit_says_how_wrong_gradients_are(rank, world):
 def test_an_audit_of_a_callers_loss_goes_by_the_gradient_that_came(rank, world):
     x, target = batch()
     cycles = dict(fwd=Cycle(factor=2), bwd=Cycle(factor=2, iterations=1))
-    net = LayerParallel(mixed_list(), audit_every=1, **cycles)
+    net = LayerParallel(mixed_list(), audit=Audits(every=1), **cycles)
     other = LayerParallel(mixed_list(), **cycles)
     for each in (net, other):
         y = each(x)
@@ -1285,7 +1285,9 @@ def test_an_audit_of_a_callers_loss_goes_by_the_gradient_that_came(rank, world):
     assert 1e-6 < audit.gradient_error < 0.5 and 0 < audit.output_error < 0.1
     for name, gradient in gradients_of(net).items():
         assert torch.equal(gradient, gradients_of(other)[name])
-    exacter = LayerParallel(mixed_list(), audit_every=1, mode="exact-forward", bwd=Cycle(factor=2, iterations=12))
+    exacter = LayerParallel(
+        mixed_list(), audit=Audits(every=1), mode="exact-forward", bwd=Cycle(factor=2, iterations=12)
+    )
     y = exacter(x)
     (squared(y, target) if exacter.is_last else y).backward()
     assert exacter.audits[-1].gradient_error < 1e-5 and exacter.audits[-1].output_error == 0
@@ -1296,7 +1298,7 @@ def test_an_audit_of_a_callers_loss_goes_by_the_gradient_that_came(rank, world):
 def test_gradients_that_are_too_far_off_cause_a_warning_and_a_reaction(rank, world, on_excess):
     layers, (x, target) = mixed_list(), batch()
     cycles = dict(fwd=Cycle(factor=2), bwd=Cycle(factor=2, iterations=1))
-    net = LayerParallel(layers, audit_every=1, audit_limit=1e-6, on_excess=on_excess, **cycles)
+    net = LayerParallel(layers, audit=Audits(every=1, limit=1e-6, on_excess=on_excess), **cycles)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         net.step(x, target, squared)

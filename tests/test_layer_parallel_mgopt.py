@@ -9,6 +9,7 @@ import torch.distributed as dist
 from support import on_ranks
 from torch import nn
 from torch_accl.layer_parallel import (
+    Audits,
     Block,
     Cycle,
     LayerParallel,
@@ -270,7 +271,7 @@ def test_a_batch_has_one_mask_and_statistics_are_taken_once(rank, world):
 @on_ranks(1, 2)
 def test_a_batch_is_audited_and_probed_once(rank, world):
     cycles = dict(fwd=Cycle(factor=2), bwd=Cycle(factor=2, iterations=1))
-    net = LayerParallel(mixed_list(), audit_every=2, probe_every=2, audit_limit=10.0, **cycles)
+    net = LayerParallel(mixed_list(), audit=Audits(every=2, probe_every=2, limit=10.0), **cycles)
     cycle = MGOpt(net, sgd(net), post=2)
     for number in range(3):
         cycle.step(*batch(), squared)

@@ -18,10 +18,12 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.nn import functional
 from torch_accl import layer_parallel
 from torch_accl.layer_parallel import (
+    Audits,
     Cycle,
     GradScaler,
     LayerParallel,
     LayerParallelError,
+    Stop,
     custom,
     ode,
     plain,
@@ -147,7 +149,7 @@ def test_coarse_steps_of_their_own_do_not_depend_on_the_number_of_ranks_by_a_bit
 def test_a_solve_that_goes_on_is_one_of_as_many_iterations(rank, world, levels):
     x, target = batch()
     cycle = Cycle(levels=levels, factor=2, iterations=2)
-    net = LayerParallel(steps(), mode="converged", fwd=cycle, bwd=cycle, tolerance=1e-4)
+    net = LayerParallel(steps(), mode="converged", fwd=cycle, bwd=cycle, stop=Stop(tolerance=1e-4))
     loss = net.step(x, target, squared)
     assert net.norms.forward_end == net.norms.backward_end == "converged"
     forward, backward = len(net.norms.forward) + 1, len(net.norms.backward) + 1
@@ -167,11 +169,11 @@ def test_a_solve_that_goes_on_is_one_of_as_many_iterations(rank, world, levels):
 def test_a_solve_that_cannot_converge_says_so(rank, world):
     x, target = batch()
     cycle = Cycle(factor=2, iterations=2)
-    net = LayerParallel(steps(), mode="converged", fwd=cycle, bwd=cycle, tolerance=0.0, max_iterations=30)
+    net = LayerParallel(steps(), mode="converged", fwd=cycle, bwd=cycle, stop=Stop(tolerance=0.0, max_iterations=30))
     net.step(x, target, squared)
     # float32 limits how far the residual falls, and exact states have a residual of zero.
     assert net.norms.forward_end in ("stalled", "converged")
-    net = LayerParallel(steps(), mode="converged", fwd=cycle, bwd=cycle, tolerance=1e-12, max_iterations=3)
+    net = LayerParallel(steps(), mode="converged", fwd=cycle, bwd=cycle, stop=Stop(tolerance=1e-12, max_iterations=3))
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         net.step(x, target, squared)
@@ -502,7 +504,7 @@ def test_what_is_evaluated_need_not_have_a_gradient(rank, world):
 @on_ranks(2)
 def test_a_batch_that_cannot_be_cut_goes_on_as_a_wave(rank, world):
     for rows, mode in ((5, "exact-wave"), (6, "exact-pipeline")):
-        settings = dict(audit_every=1, audit_limit=1e-9, on_excess="exact", micro_batches=2)
+        settings = dict(audit=Audits(every=1, limit=1e-9, on_excess="exact"), micro_batches=2)
         net = LayerParallel(steps(), fwd=Cycle(factor=8), **settings)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -588,7 +590,7 @@ class Stretching(Change):
 def test_a_probe_says_how_iterations_converge_and_changes_no_other_batch(rank, world):
     x, target = batch()
     cycles = dict(fwd=Cycle(factor=2), bwd=Cycle(factor=2, iterations=1))
-    net = LayerParallel(steps(), probe_every=2, **cycles)
+    net = LayerParallel(steps(), audit=Audits(probe_every=2), **cycles)
     other = LayerParallel(steps(), **cycles)
     losses = [[float(each.step(x, target, squared)) for _ in range(4)] for each in (net, other)]
     assert losses[0][1::2] == losses[1][1::2] and losses[0][0] != losses[1][0]
@@ -610,7 +612,7 @@ def test_a_net_that_does_not_converge_is_found_out(rank, world, on_stall):
     x, target = batch()
     layers = [ode(Stretching(number)) for number in range(16)]
     cycles = dict(fwd=Cycle(factor=4), bwd=Cycle(factor=4, iterations=1))
-    net = LayerParallel(layers, probe_every=1, on_stall=on_stall, horizon=16.0, **cycles)
+    net = LayerParallel(layers, audit=Audits(probe_every=1, on_stall=on_stall), horizon=16.0, **cycles)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         net.step(x, target, squared)
@@ -640,12 +642,10 @@ def exploding(**settings):
 
 
 @on_ranks(1, 2)
-@pytest.mark.parametrize(
-    "settings", [{"audit_every": 1, "on_excess": "exact"}, {"probe_every": 1, "on_stall": "exact"}]
-)
-def test_a_solve_that_ends_in_no_numbers_is_found_out_and_run_exactly(rank, world, settings):
+@pytest.mark.parametrize("audit", [Audits(every=1, on_excess="exact"), Audits(probe_every=1, on_stall="exact")])
+def test_a_solve_that_ends_in_no_numbers_is_found_out_and_run_exactly(rank, world, audit):
     x = torch.linspace(-1.5, 1.5, 36).view(6, 6)
-    net = exploding(**settings)
+    net = exploding(audit=audit)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         loss = net.step(x, torch.zeros(6, 6), squared)
@@ -659,7 +659,7 @@ def test_a_solve_that_ends_in_no_numbers_is_found_out_and_run_exactly(rank, worl
 
 @on_ranks(1)
 def test_what_is_no_number_exactly_either_changes_no_mode(rank, world):
-    net = LayerParallel(steps(), audit_every=1, on_excess="exact")
+    net = LayerParallel(steps(), audit=Audits(every=1, on_excess="exact"))
     x, target = batch()
     x[0, 0] = float("nan")
     with pytest.warns(UserWarning, match="the exact loss is not finite either"):
@@ -749,9 +749,9 @@ def test_a_run_that_is_resumed_on_another_number_of_ranks_goes_on_as_it_was(rank
 
 
 FALLBACKS = {
-    "more iterations after an audit": dict(audit_every=2, audit_limit=1e-9, on_excess="more"),
-    "exactly after an audit": dict(audit_every=2, audit_limit=1e-9, on_excess="exact"),
-    "exactly after a probe": dict(probe_every=2, on_stall="exact"),
+    "more iterations after an audit": dict(audit=Audits(every=2, limit=1e-9, on_excess="more")),
+    "exactly after an audit": dict(audit=Audits(every=2, limit=1e-9, on_excess="exact")),
+    "exactly after a probe": dict(audit=Audits(probe_every=2, on_stall="exact")),
     "a chosen mode": dict(mode="auto"),
 }
 

@@ -15,12 +15,14 @@ from support import gloo_group, on_ranks
 from torch import nn
 from torch.distributed import checkpoint
 from torch_accl.layer_parallel import (
+    Audits,
     Block,
     Cycle,
     LayerParallel,
     LayerParallelError,
     Scaled,
     Spatial,
+    Stop,
     coarsened,
     custom,
     ode,
@@ -563,14 +565,9 @@ def test_settings_are_kept_unless_others_are_given(rank, world):
         side_per_sample=("mask",),
         checkpoint=True,
         auto_modes=("inexact", "exact-wave"),
-        tolerance=0.125,
-        max_iterations=7,
+        stop=Stop(tolerance=0.125, max_iterations=7),
         replica=7,
-        audit_every=3,
-        audit_limit=0.25,
-        on_excess="more",
-        probe_every=5,
-        on_stall="exact",
+        audit=Audits(every=3, limit=0.25, on_excess="more", probe_every=5, on_stall="exact"),
     )
     # The other parameters: `layers` and `guess` are no settings, and `mesh` and `group` give the ranks. `buffer_layers`
     # and `tie` are properties of the layers.
@@ -603,16 +600,7 @@ def test_settings_are_kept_unless_others_are_given(rank, world):
 
 def settings_of(net):
     names = ["mode", "evaluation", "fwd", "bwd", "_horizon", "_placement", "_micro_batches", "_schedule", "_checkpoint"]
-    names += [
-        "_auto_modes",
-        "_tolerance",
-        "_max_iterations",
-        "_audit_every",
-        "_audit_limit",
-        "_on_excess",
-        "_probe_every",
-        "_on_stall",
-    ]
+    names += ["_auto_modes", "_stop", "_audit"]
     solver = net._solver
     others = dict(
         dt=solver.layers.dt,

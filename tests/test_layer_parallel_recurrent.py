@@ -10,7 +10,7 @@ from support import gloo_group, on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch_accl import layer_parallel
-from torch_accl.layer_parallel import Cycle, LayerParallelError, RecurrentParallel
+from torch_accl.layer_parallel import Audits, Cycle, LayerParallelError, RecurrentParallel, Stop
 
 EXACT = ["exact-wave", "exact-pipeline"]
 STEPS, ROWS, WIDTH, HIDDEN = 13, 4, 3, 5
@@ -104,7 +104,12 @@ def test_outputs_of_all_steps_have_their_gradients(rank, world, mode, kind):
     counts = lengths(world)
     cycle = Cycle(factor=4, iterations=8)
     net = RecurrentParallel(
-        copy.deepcopy(rnn), mode=mode, micro_batches=2, fwd=cycle, bwd=cycle, tolerance=1e-13, max_iterations=12
+        copy.deepcopy(rnn),
+        mode=mode,
+        micro_batches=2,
+        fwd=cycle,
+        bwd=cycle,
+        stop=Stop(tolerance=1e-13, max_iterations=12),
     )
     mine = part(x, counts, rank).requires_grad_()
     outputs, last = net(mine)
@@ -151,7 +156,7 @@ def test_coarse_steps_come_near_the_fine_ones(rank, world, kind):
     x, target = seeded(1, ROWS, 64, WIDTH).cumsum(1) / 10, seeded(2, ROWS, 2)
     rnn, tail = made(kind)
     cycle = Cycle(factor=4, iterations=6)
-    net = RecurrentParallel(rnn, tail, fwd=cycle, bwd=cycle, audit_every=1)
+    net = RecurrentParallel(rnn, tail, fwd=cycle, bwd=cycle, audit=Audits(every=1))
     net.step(part(x, [64 // world] * world, rank), target, squared)
     for norms in (net.norms.forward, net.norms.backward):
         found = list(norms.values())

@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch_accl
 from support import gloo_group, on_ranks
 from torch import nn
-from torch_accl.layer_parallel import Cycle, LayerParallel, LayerParallelError, ode, plain, residual, step
+from torch_accl.layer_parallel import Audits, Cycle, LayerParallel, LayerParallelError, ode, plain, residual, step
 
 MODES = ["inexact", "exact-forward", "converged", "exact-wave", "exact-pipeline"]
 
@@ -306,7 +306,7 @@ def test_gradients_are_exact_in_a_group_that_compresses_every_call(rank, world, 
         layers = [*decoder(), residual(nn.Sequential(nn.Linear(8, 8), nn.Tanh()))]
         for layer in layers[-1:]:
             nn.init.eye_(layer.module[0].weight)
-        net = LayerParallel(layers, group=group, audit_every=audit)
+        net = LayerParallel(layers, group=group, audit=Audits(every=audit))
         loss = net.step(x, target, squared, side=side)
         results.append((loss, gradients_of(net), side["memory"].grad, list(net.audits)))
     (loss, gradients, memory, audits), (other, others, other_memory, other_audits) = results

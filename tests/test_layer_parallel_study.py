@@ -19,6 +19,7 @@ import layer_parallel_plan as plan
 import layer_parallel_report as report
 import layer_parallel_study as study
 from layer_parallel_plan import BY_NAME, EXACT, INEXACT, TASKS, Setting
+from torch_accl.layer_parallel import Audits
 
 from benches import blocks
 
@@ -134,7 +135,7 @@ def test_a_look_at_a_net_says_what_its_own_audit_does():
     looked = task.net(task.depth, INEXACT, 0)
     seen = study.look(looked, data.inputs[:8], data.targets[:8])
     layers = plan.convolutions(task.depth)
-    audited = plan.LayerParallel(layers, horizon=4.0, seed=0, audit_every=1, audit_limit=100.0, **INEXACT.solve())
+    audited = plan.LayerParallel(layers, horizon=4.0, seed=0, audit=Audits(every=1, limit=100.0), **INEXACT.solve())
     audited.step(data.inputs[:8], data.targets[:8], study.loss_of)
     assert seen["gradient_error"] > 1e-4
     assert seen["gradient_error"] == pytest.approx(audited.audits[-1].gradient_error, rel=1e-6)

@@ -23,12 +23,14 @@ from ._nested import coarsened, refined
 from ._recurrent import RecurrentParallel
 from ._scaled import Scaled
 from ._serial import Serial
+from ._settings import Audits, Stop
 from ._spatial import Spatial
 from ._stack import LayerParallel
 from ._step import step
 
 __all__ = [
     "Audit",
+    "Audits",
     "Block",
     "Cell",
     "Choice",
@@ -45,6 +47,7 @@ __all__ = [
     "Scaled",
     "Serial",
     "Spatial",
+    "Stop",
     "clip_grad_norm_",
     "coarsened",
     "custom",

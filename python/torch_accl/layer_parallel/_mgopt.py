@@ -25,6 +25,7 @@ from ._level_transfer import Field, LevelTransfer, combined, copied, dots, move,
 from ._nested import Interpolation, coarsened
 from ._optimizer_state import Moments
 from ._refinement import finer
+from ._settings import Audits, without_old_keywords
 from ._stack import LayerParallel
 
 __all__ = ["Correction", "MGOpt"]
@@ -122,6 +123,8 @@ class MGOpt:
             raise ValueError(
                 "placement is not supported: a coarse layer is on the rank of the first layer it stands for; leave it out"
             )
+        own = {"audit": Audits(), "stop": net._stop}
+        settings = without_old_keywords(settings, "MGOpt", own.__getitem__, stacklevel=2)
         self._pre, self._post, self._coarse, self._trials = pre, post, coarse, trials
         self._moments: Moments | None = settings.get("moments", "scaled") if coarse_optimizer is None else None
         _, ties = layer_facts(net)
@@ -137,7 +140,7 @@ class MGOpt:
         self.corrections: list[Correction] = []
         for level in range(1, levels):
             above = self._levels[-1]
-            shown: dict[str, Any] = dict(audit_every=0, probe_every=0, evaluation="exact-wave") | settings
+            shown: dict[str, Any] = dict(audit=Audits(), evaluation="exact-wave") | settings
             if coarse_optimizer is None:
                 # `coarsened` also returns an optimiser if only another rank gave one.
                 found: Any = coarsened(above.net, factor, above.optimizer, placement="kept", **shown)
@@ -180,17 +183,17 @@ class MGOpt:
         finest = self._levels[0]
         net = finest.net
         self._check_trained()
-        every = net._audit_every, net._probe_every
+        audit = net._audit
         batch = _Batch(_still(x), target, loss_fn, _still(side), net._solver.shared.number)
         self.corrections = []
         finest.begin()
         try:
             point = finest.evaluate(batch)
             # A batch is audited or probed only once.
-            net._audit_every = net._probe_every = 0
+            net._audit = Audits()
             self._cycle(0, point, batch)
         finally:
-            net._audit_every, net._probe_every = every
+            net._audit = audit
             for level in self._levels:
                 level.net.zero_grad(set_to_none=True)
         return point.shown

@@ -32,6 +32,7 @@ from ._opening import key_of, opened
 from ._passes import compare_losses, run_forward
 from ._plans import Converging, Passes, Plans, Program
 from ._resumed import SolverState
+from ._settings import Audits, Stop
 from ._solver import Guess, Solver
 from ._step import step
 from ._tree import Form
@@ -79,13 +80,8 @@ class Model(nn.Module):
         schedule: Schedule,
         checkpoint: bool,
         auto_modes: Sequence[Mode] | None,
-        tolerance: float,
-        max_iterations: int,
-        audit_every: int,
-        audit_limit: float,
-        on_excess: Excess,
-        probe_every: int,
-        on_stall: Excess,
+        stop: Stop,
+        audit: Audits,
     ) -> None:
         super().__init__()
         self._wire = wire
@@ -118,25 +114,9 @@ class Model(nn.Module):
             raise ValueError(f"micro_batches={micro_batches}: give 1 or more")
         if schedule not in ("1f1b", "gpipe"):
             raise ValueError(f"schedule={schedule!r}: give 1f1b or gpipe")
-        if audit_every < 0:
-            raise ValueError(f"audit_every={audit_every}: give a number of batches, or 0 for never")
-        if on_excess not in ("warn", "more", "exact"):
-            raise ValueError(f"on_excess={on_excess!r}: give one of warn, more, exact")
-        if probe_every < 0:
-            raise ValueError(f"probe_every={probe_every}: give a number of batches, or 0 for never")
-        if on_stall not in ("warn", "more", "exact"):
-            raise ValueError(f"on_stall={on_stall!r}: give one of warn, more, exact")
-        if not 0 <= tolerance < 1:
-            raise ValueError(
-                f"tolerance={tolerance}: give a fraction of the first residual norm, at least 0 and below 1"
-            )
-        if max_iterations < 1:
-            raise ValueError(f"max_iterations={max_iterations}: give 1 or more")
         check_backward(bwd)
-        self._audit_every, self._audit_limit, self._on_excess = audit_every, audit_limit, on_excess
-        self._probe_every, self._on_stall = probe_every, on_stall
+        self._audit, self._stop, self._checkpoint = audit, stop, checkpoint
         self.probes: deque[Probe] = deque(maxlen=_KEPT_AUDITS)
-        self._tolerance, self._max_iterations, self._checkpoint = tolerance, max_iterations, checkpoint
         # The last audits, the newest last.
         self.audits: deque[Audit] = deque(maxlen=_KEPT_AUDITS)
         self._mode: Mode = mode
@@ -145,7 +125,7 @@ class Model(nn.Module):
         self._copies: Copies | None = None
         self.register_load_state_dict_post_hook(_compared)  # type: ignore[no-untyped-call]
         # How the net was built, for the comparison between ranks.
-        self._settings = f"audits {audit_every} {audit_limit} {on_excess}; probes {probe_every} {on_stall}; tolerance {tolerance} {max_iterations}; checkpoint {checkpoint}; auto_modes {self._auto_modes}"
+        self._settings = f"audit {audit}; stop {stop}; checkpoint {checkpoint}; auto_modes {self._auto_modes}"
         self._solver: Solver
 
     # ---- the net as an object
@@ -335,8 +315,10 @@ class Model(nn.Module):
                 f"{audit}: the exact loss is not finite either",
                 "lower the learning rate, or look for the cause in the data and the loss",
             )
-        elif not audit.gradient_error <= self._audit_limit:
-            self._change(self._on_excess, f"{audit}: the gradient error exceeds the limit of {self._audit_limit:.2%}")
+        elif not audit.gradient_error <= self._audit.limit:
+            self._change(
+                self._audit.on_excess, f"{audit}: the gradient error exceeds the limit of {self._audit.limit:.2%}"
+            )
 
     def _take_results(self, batch: Batch) -> None:
         """Keeps the norms and the audit of a batch whose passes have completed, and reacts to them."""
@@ -349,7 +331,7 @@ class Model(nn.Module):
         norms = self.norms = batch.norms
         if "limit" in (norms.forward_end, norms.backward_end) and self.is_first:
             warnings.warn(
-                f"layer-parallel training, mode converged: a solve reached max_iterations={self._max_iterations} before its tolerance, so gradients are inexact; raise max_iterations or "
+                f"layer-parallel training, mode converged: a solve reached max_iterations={self._stop.max_iterations} before its tolerance, so gradients are inexact; raise max_iterations or "
                 "use an exact mode (net.norms.forward_end and backward_end name the pass)",
                 stacklevel=2,
             )
@@ -360,7 +342,7 @@ class Model(nn.Module):
         probe = Probe(batch.number, forward, backward)
         self.probes.append(probe)
         if not probe.factor < 1:
-            self._change(self._on_stall, str(probe), "use an exact mode, as more iterations do not help")
+            self._change(self._audit.on_stall, str(probe), "use an exact mode, as more iterations do not help")
 
     def _change(self, what: Excess, why: str, remedy: str = "use more iterations or an exact mode") -> None:
         if what == "more":
@@ -565,7 +547,7 @@ class Model(nn.Module):
 
     def _is_probe(self, mode: Mode) -> bool:
         number = self._solver.shared.number
-        is_due = self._probe_every > 0 and number % self._probe_every == 0 and self.training
+        is_due = self._audit.probe_every > 0 and number % self._audit.probe_every == 0 and self.training
         return is_due and mode in ("inexact", "exact-forward")
 
     def batch_plan_of(self, mode: Mode, *, may_probe: bool = True) -> BatchPlan:
@@ -605,7 +587,7 @@ class Model(nn.Module):
             is_probe=is_probe,
             keeps_graph=None if keeps is None else keeps.__contains__,
             meshes=max(forward.coarsest, adjoint.coarsest),
-            audit_every=self._audit_every,
+            audit_every=self._audit.every,
         )
 
     def _converging(self, pass_: str, cycle: Cycle) -> Passes:
@@ -618,9 +600,9 @@ class Model(nn.Module):
             first=plans.solve(pass_, cycle, is_whole=False),
             more=plans.solve(pass_, cycle, iterations=1, start="guess", is_whole=False),
             last=plans.solve(pass_, cycle, iterations=0, start="guess"),
-            tolerance=self._tolerance,
+            tolerance=self._stop.tolerance,
             exact=plans.solve(pass_, WAVE),
-            limit=self._max_iterations,
+            limit=self._stop.max_iterations,
             iterations=(cycle.iterations, 1),
         )
 

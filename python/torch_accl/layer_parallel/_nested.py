@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, Literal, TypeVar, overload
 
@@ -32,6 +32,7 @@ from ._optimizer_state import (
 )
 from ._refinement import Origin, coarser, finer, following
 from ._scaled import scaled
+from ._settings import without_old_keywords
 from ._solver import Guess
 from ._stack import LayerParallel
 
@@ -184,6 +185,13 @@ class _Request:
             if name in self.settings:
                 raise ValueError(f"{name} is not supported: the net stays on its ranks; leave it out")
 
+    def without_old_keywords(self, net: LayerParallel) -> _Request:
+        """Returns the request with new keywords in the place of old ones, which change the net's own settings."""
+        own = {"audit": net._audit, "stop": net._stop}
+        # The warning is for the caller of `refined` or `coarsened`.
+        renamed = without_old_keywords(self.settings, self.call, own.__getitem__, stacklevel=6)
+        return replace(self, settings=renamed)
+
     def __str__(self) -> str:
         shown = ", ".join(f"{name}={_shown(self.settings[name])}" for name in sorted(self.settings))
         return (
@@ -224,6 +232,8 @@ def _derived(
     what = f"{request.call}()"
 
     def asked() -> tuple[str, Made | None, bool]:
+        nonlocal request
+        request = request.without_old_keywords(net)
         request.check()
         return str(request), described_optimizer(optimizer), any(True for _ in net.parameters())
 
@@ -384,14 +394,9 @@ def _settings_of(net: LayerParallel) -> dict[str, Any]:
         side_per_sample=net._solver.shared.per_sample,
         checkpoint=net._checkpoint,
         auto_modes=net._auto_modes,
-        tolerance=net._tolerance,
-        max_iterations=net._max_iterations,
+        stop=net._stop,
         replica=net._solver.replica,
-        audit_every=net._audit_every,
-        audit_limit=net._audit_limit,
-        on_excess=net._on_excess,
-        probe_every=net._probe_every,
-        on_stall=net._on_stall,
+        audit=net._audit,
     )
 
 

@@ -20,7 +20,6 @@ from torch.utils import _pytree as pytree
 
 from torch_accl import _native
 
-from ._audit import Excess
 from ._batch import Batch, BatchInputs, BatchPlan, LossFunction
 from ._blocks import mixed, seeded
 from ._cells import CoarseCell, FinalCell, PreparedCell, Stepped, stepped
@@ -31,6 +30,7 @@ from ._kinds import CUSTOM, PLAIN
 from ._model import Mode, Model, Schedule, group_of, replica_of
 from ._net import Evaluation, Extra, LayerInputs, Layers, Parameters, States
 from ._plans import Net, Plans
+from ._settings import Audits, Stop, with_old_keywords
 from ._solver import Shared, Solver
 from ._step import step
 from ._tree import Form, is_state, ordered, zeros
@@ -43,6 +43,7 @@ __all__ = ["RecurrentParallel"]
 _REMEMBERED = 64
 
 
+@with_old_keywords
 class RecurrentParallel(Model):
     """A recurrent net whose sequence is spread over ranks, all of which work on it at once.
 
@@ -77,14 +78,9 @@ class RecurrentParallel(Model):
         schedule: Schedule = "1f1b",
         checkpoint: bool = False,
         auto_modes: Sequence[Mode] | None = None,
-        tolerance: float = 1e-4,
-        max_iterations: int = 30,
+        stop: Stop = Stop(),  # noqa: B008
         replica: int | None = None,
-        audit_every: int = 0,
-        audit_limit: float = 0.5,
-        on_excess: Excess = "warn",
-        probe_every: int = 0,
-        on_stall: Excess = "warn",
+        audit: Audits = Audits(),  # noqa: B008
     ) -> None:
         super().__init__(
             Wire(group_of(mesh, group)),
@@ -95,13 +91,8 @@ class RecurrentParallel(Model):
             schedule=schedule,
             checkpoint=checkpoint,
             auto_modes=auto_modes,
-            tolerance=tolerance,
-            max_iterations=max_iterations,
-            audit_every=audit_every,
-            audit_limit=audit_limit,
-            on_excess=on_excess,
-            probe_every=probe_every,
-            on_stall=on_stall,
+            stop=stop,
+            audit=audit,
         )
         self.cell = cell
         self.tail = tail if self._wire.is_last else None

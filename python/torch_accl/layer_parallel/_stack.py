@@ -17,7 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch_accl import _native
 
 from ._agreed import agreed
-from ._audit import Excess
 from ._batch import Batch
 from ._blocks import Block, built
 from ._copies import Copied, Copies
@@ -29,6 +28,7 @@ from ._net import Layers
 from ._pickled import pickled
 from ._plans import Net, Plans, specs_of
 from ._serial import Serial
+from ._settings import Audits, Stop, with_old_keywords
 from ._solver import Guess, Solver
 from ._spatial import Spatial
 from ._ties import Ties, shared_names
@@ -37,6 +37,7 @@ from ._wire import Wire
 __all__ = ["LayerParallel"]
 
 
+@with_old_keywords
 class LayerParallel(Model):
     """A net whose layers are spread over ranks, all of which work on one batch at once.
 
@@ -69,23 +70,16 @@ class LayerParallel(Model):
     auto_modes: modes from which `"auto"` chooses by measured times. By default these are `"exact-wave"` and
         `"inexact"`, and `"exact-pipeline"` if `micro_batches` is given. The first one is taken unless another is faster
         by 3 %.
-    tolerance, max_iterations: limits of `"converged"`. A pass ends when its residual norm is at most `tolerance` times
-        its first one, or after `max_iterations` iterations, with a warning. If the norm stalls or is not finite, the
-        pass is run exactly instead.
+    stop: when a pass of `"converged"` ends.
     tie: groups of names of parameters, `("layers.0.weight", "layers.9.weight")`, that are one. They start with the
         first one's values, and each gets the sum of their gradients. A parameter that occurs in several of the given
         modules is tied without being named.
     replica: index of this data-parallel copy, each of which draws other random numbers. By default, the index of
         `group` among the groups like it.
-    audit_every: in every `audit_every`-th batch of an inexact mode, `step` runs the batch again, exactly, with the same
-        random numbers. `audits` then says how wrong the batch was. That takes the time of a wave and the memory of a
-        second set of gradients. 0: never.
-    audit_limit, on_excess: reaction if gradients are wrong by more than this share. `"warn"` warns. `"more"` also adds
-        an iteration to both passes. `"exact"` also changes to `exact-pipeline` if `micro_batches` is given and
-        divides the batch, otherwise to `exact-wave`.
-    probe_every, on_stall: every `probe_every`-th batch of an inexact mode has twice as many iterations, at least three.
-        `probes` then says by which factor the last one made residuals smaller. If it did not make them smaller,
-        `on_stall` says what to do, as `on_excess` does.
+    audit: which batches of an inexact mode are checked, and the reaction. By default none is.
+
+    `tolerance` and `max_iterations` are old keywords for settings of `stop`, and `audit_every`, `audit_limit`,
+    `on_excess`, `probe_every` and `on_stall` for settings of `audit`. Each causes a DeprecationWarning.
 
     Raises:
         TypeError: an entry of `layers` is no layer, or a function that builds one does not return a module.
@@ -115,15 +109,10 @@ class LayerParallel(Model):
         side_per_sample: Collection[str] = (),
         checkpoint: bool = False,
         auto_modes: Sequence[Mode] | None = None,
-        tolerance: float = 1e-4,
-        max_iterations: int = 30,
+        stop: Stop = Stop(),  # noqa: B008
         tie: Sequence[Sequence[str]] = (),
         replica: int | None = None,
-        audit_every: int = 0,
-        audit_limit: float = 0.5,
-        on_excess: Excess = "warn",
-        probe_every: int = 0,
-        on_stall: Excess = "warn",
+        audit: Audits = Audits(),  # noqa: B008
     ) -> None:
         super().__init__(
             Wire(group_of(mesh, group)),
@@ -134,13 +123,8 @@ class LayerParallel(Model):
             schedule=schedule,
             checkpoint=checkpoint,
             auto_modes=auto_modes,
-            tolerance=tolerance,
-            max_iterations=max_iterations,
-            audit_every=audit_every,
-            audit_limit=audit_limit,
-            on_excess=on_excess,
-            probe_every=probe_every,
-            on_stall=on_stall,
+            stop=stop,
+            audit=audit,
         )
         blocks = _apart(_blocks(layers), buffer_layers)
         kinds = [kind_of(block.kind) for block in blocks]
