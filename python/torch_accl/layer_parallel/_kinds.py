@@ -1,6 +1,6 @@
 """The kinds of layers, and the properties in which they differ.
 
-Owns the five kinds and their names. Other files ask a kind and compare no names. Does not own layers (`_blocks.py`), their
+Owns the kinds and their names. Other files ask a kind and compare no names. Does not own layers (`_blocks.py`), their
 evaluation (`_net.py`), or the operations of a step (`crates/accl-multigrid/src/kind.rs`). Read `LayerKind` first;
 `docs/adding-a-layer-kind.md` describes the way to a new kind.
 """
