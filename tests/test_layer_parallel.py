@@ -17,6 +17,7 @@ import torch
 import torch._dynamo  # optimizers load it, which takes seconds: load it once here, not in every rank
 import torch.distributed as dist
 from support import gloo_group, on_ranks, run_ranks
+from support.nets import alone, drawn, gradients_of, squared
 from support.runner import check
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -29,11 +30,6 @@ from torch_accl.layer_parallel._own import warn_of_other_threads
 from torch_accl.layer_parallel._walk import moved
 
 RANKS = (1, 2, 3, 4)
-
-
-def alone():
-    """Returns a group that contains this rank only, to run the same net on one rank."""
-    return dist.new_subgroups(group_size=1)[0]
 
 
 # ---- the reference net with known residual norms: 64 convolutional blocks
@@ -237,13 +233,7 @@ def mixed_list():
 
 
 def batch(dtype=torch.float32, rows=8):
-    generator = torch.Generator().manual_seed(11)
-    x, target = torch.randn(rows, 4, generator=generator), torch.randn(rows, 3, generator=generator)
-    return x.to(dtype), target.to(dtype)
-
-
-def squared(y, target):
-    return (y - target).square().mean()
+    return tuple(each.to(dtype) for each in drawn(11, (rows, 4), (rows, 3)))
 
 
 def serial(net, layers, x):
@@ -254,10 +244,6 @@ def serial(net, layers, x):
         module = layer.module if isinstance(layer, layer_parallel.Block) else layer
         x = x + dt * module(x) if kind == "ode" else module(x, dt) if kind == "timed" else module(x)
     return x
-
-
-def gradients_of(net):
-    return {name: parameter.grad for name, parameter in net.named_parameters()}
 
 
 def serial_gradients(net, layers, x, target, dtype=torch.float32):

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import BACKEND, gloo_group, on_ranks, run_script
+from support.nets import alone
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -82,10 +83,6 @@ def batch(net, number, replicas, part):
     else:
         x = torch.randint(4, (replicas * ROWS, WORDS), generator=generator)[rows] / 64
     return x, torch.randint(WORDS, (replicas * ROWS,), generator=generator)[rows]
-
-
-def alone():
-    return dist.new_subgroups(group_size=1)[0]
 
 
 def grid(dp, lp):

@@ -12,6 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from support import on_ranks
+from support.nets import drawn
 from torch import nn
 from torch_accl import _native
 from torch_accl.layer_parallel import Block, Cycle, LayerParallel, Scaled, Serial, coarsened, custom, refined
@@ -74,9 +75,7 @@ def stiff_layers(count):
 
 
 def batch():
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(4)
-        return torch.randn(5, 6, dtype=torch.float64), torch.randn(5, 6, dtype=torch.float64)
+    return drawn(4, (5, 6), (5, 6), dtype=torch.float64)
 
 
 def gradients(layers):

@@ -5,8 +5,8 @@ import copy
 import pytest
 import torch
 import torch._dynamo  # optimizers load it, which takes seconds: load it once here, not in every rank
-import torch.distributed as dist
 from support import on_ranks
+from support.nets import alone, drawn, squared
 from torch import nn
 from torch_accl.layer_parallel import (
     Audits,
@@ -24,11 +24,6 @@ from torch_accl.layer_parallel._level_transfer import dots, trained
 from torch_accl.layer_parallel._mgopt import _Batch
 
 DOUBLE = torch.float64
-
-
-def alone():
-    """Returns a group that contains this rank only, to run the same net on one rank."""
-    return dist.new_subgroups(group_size=1)[0]
 
 
 class Timed(nn.Module):
@@ -62,14 +57,7 @@ def mixed_list(dtype=DOUBLE, seed=5):
 
 
 def batch(dtype=DOUBLE, rows=16):
-    generator = torch.Generator().manual_seed(11)
-    return torch.randn(rows, 4, generator=generator, dtype=dtype), torch.randn(
-        rows, 3, generator=generator, dtype=dtype
-    )
-
-
-def squared(y, target):
-    return (y - target).square().mean()
+    return drawn(11, (rows, 4), (rows, 3), dtype=dtype)
 
 
 def sgd(net, **options):

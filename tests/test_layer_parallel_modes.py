@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from support import gloo_group, on_ranks
+from support.nets import alone, drawn, gradients_of, squared
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.nn import functional
@@ -32,20 +33,8 @@ from torch_accl.layer_parallel import (
 )
 
 
-def alone():
-    """Returns a group that contains this rank only, to run the same net on one rank."""
-    return dist.new_subgroups(group_size=1)[0]
-
-
-def squared(y, target):
-    return ((y - target) ** 2).mean()
-
-
 def batch(dtype=torch.float32, rows=8, width=6):
-    generator = torch.Generator().manual_seed(7)
-    return torch.randn(rows, width, generator=generator, dtype=dtype), torch.randn(
-        rows, width, generator=generator, dtype=dtype
-    )
+    return drawn(7, (rows, width), (rows, width), dtype=dtype)
 
 
 def small(number, width=6):
@@ -78,10 +67,6 @@ class Implicit(nn.Module):
 
 def stiff(count=16):
     return [custom(Implicit(number)) for number in range(count)]
-
-
-def gradients_of(net):
-    return {name: parameter.grad for name, parameter in net.named_parameters()}
 
 
 # ---- steps with their own coarse step

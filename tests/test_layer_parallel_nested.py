@@ -10,8 +10,8 @@ from fractions import Fraction
 import pytest
 import torch
 import torch._dynamo  # optimizers load it, which takes seconds: load it once here, not in every rank
-import torch.distributed as dist
 from support import gloo_group, on_ranks
+from support.nets import alone, drawn, squared
 from torch import nn
 from torch.distributed import checkpoint
 from torch_accl.layer_parallel import (
@@ -33,11 +33,6 @@ from torch_accl.layer_parallel import (
 )
 
 RANKS = (1, 2, 3, 4)
-
-
-def alone():
-    """Returns a group that contains this rank only, to run the same net on one rank."""
-    return dist.new_subgroups(group_size=1)[0]
 
 
 def small(number, width=6):
@@ -114,12 +109,7 @@ def mixed_list():
 
 
 def batch(rows=8):
-    generator = torch.Generator().manual_seed(11)
-    return torch.randn(rows, 4, generator=generator), torch.randn(rows, 3, generator=generator)
-
-
-def squared(y, target):
-    return (y - target).square().mean()
+    return drawn(11, (rows, 4), (rows, 3))
 
 
 def adam(parameters):

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import gloo_group, on_ranks
+from support.nets import alone, squared
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch_accl import layer_parallel
@@ -14,15 +15,6 @@ from torch_accl.layer_parallel import Audits, Cycle, LayerParallelError, Recurre
 
 EXACT = ["exact-wave", "exact-pipeline"]
 STEPS, ROWS, WIDTH, HIDDEN = 13, 4, 3, 5
-
-
-def alone():
-    """Returns a group that contains this rank only, to run the same net on one rank."""
-    return dist.new_subgroups(group_size=1)[0]
-
-
-def squared(y, target):
-    return ((y - target) ** 2).mean()
 
 
 def seeded(number, *shape, dtype=torch.float64):

@@ -7,19 +7,11 @@ import torch
 import torch.distributed as dist
 import torch_accl
 from support import gloo_group, on_ranks
+from support.nets import alone, gradients_of, squared
 from torch import nn
 from torch_accl.layer_parallel import Audits, Cycle, LayerParallel, LayerParallelError, ode, plain, residual, step
 
 MODES = ["inexact", "exact-forward", "converged", "exact-wave", "exact-pipeline"]
-
-
-def alone():
-    """Returns a group that contains this rank only, to run the same net on one rank."""
-    return dist.new_subgroups(group_size=1)[0]
-
-
-def squared(y, target):
-    return ((y - target) ** 2).mean()
 
 
 def seeded(number, shape):
@@ -66,10 +58,6 @@ def serial(layers, x, side):
         module = getattr(layer, "module", layer)
         x = x + module(x, **side) / 8 if isinstance(module, Attending) else module(x)
     return x
-
-
-def gradients_of(net):
-    return {name: parameter.grad for name, parameter in net.named_parameters()}
 
 
 @on_ranks(1, 2, 3)

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from support import gloo_group, on_ranks
+from support.nets import gradients_of, squared
 from torch import nn
 from torch.nn import functional
 from torch_accl.layer_parallel import (
@@ -24,10 +25,6 @@ PIXELS = Spatial(
     lambda x: functional.avg_pool2d(x, 2) if x.dim() == 4 else x,
     lambda x, like: functional.interpolate(x, size=like.shape[-2:], mode="nearest") if x.dim() == 4 else x,
 )
-
-
-def squared(y, target):
-    return ((y - target) ** 2).mean()
 
 
 class Convolution(nn.Module):
@@ -58,10 +55,6 @@ def batch(size=8, rows=3, dtype=torch.float64):
     # The images are smooth, as images should be if they are coarsened.
     x = functional.interpolate(functional.avg_pool2d(draw, 4), size=(size, size), mode="bilinear")
     return x.to(dtype), torch.ones_like(x).to(dtype)
-
-
-def gradients_of(net):
-    return {name: parameter.grad for name, parameter in net.named_parameters()}
 
 
 def check_exact(net, layers, x, target):

@@ -4,8 +4,8 @@ import copy
 
 import pytest
 import torch
-import torch.distributed as dist
 from support import gloo_group, on_ranks
+from support.nets import alone
 from torch import nn
 from torch.nn import functional
 from torch_accl import layer_parallel
@@ -13,11 +13,6 @@ from torch_accl.layer_parallel import Cycle, GradScaler, LayerParallel, LayerPar
 
 MODES = ["inexact", "exact-wave", "exact-pipeline"]
 WORDS, WIDTH = 11, 6
-
-
-def alone():
-    """Returns a group that contains this rank only, to run the same net on one rank."""
-    return dist.new_subgroups(group_size=1)[0]
 
 
 class Unembedding(nn.Module):

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import on_ranks
+from support.nets import drawn, squared
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -11,10 +12,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch_accl import compression, layer_parallel
 from torch_accl.layer_parallel import Cycle, LayerParallel, ode, plain
-
-
-def squared(y, target):
-    return ((y - target) ** 2).mean()
 
 
 def small(number, width=32):
@@ -30,8 +27,7 @@ def layers(dtype=torch.float32):
 
 
 def batch(rows=8, dtype=torch.float32, width=32):
-    generator = torch.Generator().manual_seed(7)
-    return tuple(torch.randn(rows, width, generator=generator).to(dtype) for _ in range(2))
+    return tuple(each.to(dtype) for each in drawn(7, (rows, width), (rows, width)))
 
 
 def replicas():
