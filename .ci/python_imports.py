@@ -85,6 +85,23 @@ def breaches(sources: Mapping[File, str], order: Mapping[str, list[str]], exempt
             )
 
 
+def intrusions(sources: Mapping[File, str], facades: Mapping[str, list[str]]) -> Iterator[str]:
+    """Yields imports of a package's internal files by a facade. The path of an internal file has a leading underscore.
+
+    Args:
+        facades: by folder, the packages of which its files import public names alone.
+    """
+    for each in imports_of(sources):
+        of_facade = [packages for folder, packages in facades.items() if shown(each.source).startswith(f"{folder}/")]
+        for package in (package for packages in of_facade for package in packages):
+            parts = shown(each.target).removeprefix(package).split("/")
+            if not parts[0] and any(part.startswith("_") and part not in TOP for part in parts):
+                yield (
+                    f"{each.location}: imports {shown(each.target)}, which is internal; import from {package} or "
+                    f"{package}/extension"
+                )
+
+
 def misplaced(sources: Mapping[File, str], order: Mapping[str, list[str]]) -> Iterator[str]:
     """Yields files and folders that have no place in the row of their folder, and places without a file."""
     entries: dict[str, set[str]] = {}

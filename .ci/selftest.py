@@ -475,7 +475,11 @@ class PythonLayers(unittest.TestCase):
         for file, line, wanted in (
             ("compression/_scope", "from ..compat import ccl", "imports torch_accl/compat/ccl, which is above it"),
             ("_options", "from torch_accl import Backend", "imports torch_accl/__init__, which is above all files"),
-            ("layer_parallel/_net", "from ._walk import walk", "imports torch_accl/layer_parallel/_walk in a circle: "),
+            (
+                "layer_parallel/_solve/batch",
+                "from .walk import run_program",
+                "imports torch_accl/layer_parallel/_solve/walk in a circle: ",
+            ),
         ):
             with self.subTest(file):
                 key = ("torch_accl", *file.split("/"))
@@ -483,6 +487,22 @@ class PythonLayers(unittest.TestCase):
                 [problem] = python_imports.breaches(planted, layers.PYTHON_ORDER, layers.PYTHON_EXEMPT)
                 number = planted[key].count("\n")
                 self.assertTrue(problem.startswith(f"python/torch_accl/{file}.py:{number}: {wanted}"), problem)
+
+    def test_a_facade_that_imports_an_internal_file_is_refused(self) -> None:
+        sources = python_imports.sources_in(HERE.parent)
+        self.assertEqual(list(python_imports.intrusions(sources, layers.PYTHON_FACADES)), [])
+        for file, line in (
+            ("compat/cgx", "from ..compression._scope import FLOATS"),
+            ("compat/torchbraid/_root", "from ...layer_parallel._net import tree"),
+            ("compat/torchbraid/_root", "import torch_accl.layer_parallel._ranks.wire"),
+        ):
+            with self.subTest(line):
+                key = ("torch_accl", *file.split("/"))
+                planted = {**sources, key: f"{sources[key]}{line}\n"}
+                [problem] = python_imports.intrusions(planted, layers.PYTHON_FACADES)
+                self.assertRegex(
+                    problem, r"^python/torch_accl/compat/.*: imports torch_accl/.*, which is internal; import from"
+                )
 
 
 class Shim(unittest.TestCase):

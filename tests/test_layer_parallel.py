@@ -25,9 +25,9 @@ from torch.utils.checkpoint import checkpoint
 from torch_accl import layer_parallel
 from torch_accl.layer_parallel import Audits, Cycle, LayerParallel, LayerParallelError, ode, plain, residual, timed
 from torch_accl.layer_parallel._model import replica_of
-from torch_accl.layer_parallel._net import Evaluation
-from torch_accl.layer_parallel._own import warn_of_other_threads
-from torch_accl.layer_parallel._walk import moved
+from torch_accl.layer_parallel._net.evaluation import Evaluation
+from torch_accl.layer_parallel._net.own_generator import warn_of_other_threads
+from torch_accl.layer_parallel._solve.walk import moved
 
 RANKS = (1, 2, 3, 4)
 

@@ -22,7 +22,7 @@ from torch_accl.layer_parallel import (
     ode,
     plain,
 )
-from torch_accl.layer_parallel._copies import hash_of
+from torch_accl.layer_parallel._net.copies import hash_of
 
 WORDS, WIDTH, STEPS, ROWS = 331, 96, 20, 6
 TIE = [("layers.0.weight", "layers.5.weight")]

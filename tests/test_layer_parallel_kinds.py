@@ -16,7 +16,16 @@ from support.nets import drawn
 from torch import nn
 from torch_accl import _native
 from torch_accl.layer_parallel import Block, Cycle, LayerParallel, Scaled, Serial, coarsened, custom, refined
-from torch_accl.layer_parallel._kinds import CUSTOM, KINDS, ODE, PLAIN, RESIDUAL, TIMED, LayerKind, kind_of
+from torch_accl.layer_parallel._net.kinds import (
+    CUSTOM,
+    KINDS,
+    ODE,
+    PLAIN,
+    RESIDUAL,
+    TIMED,
+    LayerKind,
+    kind_of,
+)
 
 PAGE = Path(__file__).parent.parent / "docs" / "adding-a-layer-kind.md"
 

@@ -20,8 +20,8 @@ from torch_accl.layer_parallel import (
     residual,
     timed,
 )
-from torch_accl.layer_parallel._level_transfer import dots, trained
-from torch_accl.layer_parallel._mgopt import _Batch
+from torch_accl.layer_parallel._change.level_transfer import dots, trained
+from torch_accl.layer_parallel._change.mgopt import _Batch
 
 DOUBLE = torch.float64
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..compression._scope import exact
+from ..compression.extension import exact
 
 __all__ = ["Said", "check_same"]
 

@@ -25,11 +25,18 @@ from torch._C._distributed_c10d import Store, Work
 from .. import _native
 from .._gate import minor_of
 from .._register import connect, options_of, settle_cgx
-from ..compression._futures import WorkOfSeveral
-from ..compression._plans import cut
-from ..compression._scope import FLOATS, Coded, accl_backend, codecs_of, encoded, has_override
-from ..compression._settings import RAW
-from ..compression._state import CompressionState
+from ..compression import CompressionState
+from ..compression.extension import (
+    FLOATS,
+    RAW,
+    Coded,
+    WorkOfSeveral,
+    accl_backend,
+    codecs_of,
+    cut,
+    encoded,
+    has_override,
+)
 from ._cgx_agreement import check_same
 from ._cgx_layers import Layer, Registry, Unclear
 from ._cgx_variables import (

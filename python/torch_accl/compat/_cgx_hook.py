@@ -18,11 +18,8 @@ import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import GradBucket
 
-from ..compression import Compression, ddp_hook
-from ..compression._plans import Plan, plan_of
-from ..compression._scope import FLOATS, Coded
-from ..compression._settings import RAW
-from ..compression._state import CompressionState
+from ..compression import Compression, CompressionState, ddp_hook
+from ..compression.extension import FLOATS, RAW, Coded, Plan, plan_of
 from ._cgx_agreement import Said, check_same
 from ._cgx_group import LEAST_ELEMENTS, CGXProcessGroup, coded, is_exact, registry
 from ._cgx_layers import Changes, Layer, check_bits, check_index

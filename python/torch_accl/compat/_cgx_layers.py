@@ -14,7 +14,7 @@ from typing import TypedDict, Unpack
 import torch
 from torch import nn
 
-from ..compression._state import names_of
+from ..compression.extension import names_of
 from ._cgx_variables import MOST_BITS, check_bucket_size
 
 __all__ = ["Changes", "Layer", "Registry", "Unclear", "check_bits", "check_index"]

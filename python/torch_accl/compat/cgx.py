@@ -38,7 +38,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..compression._state import CompressionState
+from ..compression import CompressionState
 from ._cgx_group import create_group
 from ._cgx_group import registry as _registry
 from ._cgx_hook import CGXState, cgx_hook

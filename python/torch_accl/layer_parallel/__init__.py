@@ -9,24 +9,24 @@ caller asks for. It can also be solved exactly, as a wave or a pipeline over the
 group with `isend` and `irecv`; on one rank it needs no group.
 """
 
-from ._audit import Audit, Probe
-from ._auto import Choice
-from ._batch import Norms
-from ._blocks import Block, custom, ode, plain, residual, timed
-from ._cells import Cell
-from ._cycle import Cycle
-from ._failures import LayerParallelError
+from ._change.mgopt import Correction, MGOpt
+from ._change.nested import coarsened, refined
 from ._gradients import GradScaler, clip_grad_norm_
-from ._mgopt import Correction, MGOpt
 from ._model import Evaluated
-from ._nested import coarsened, refined
+from ._net.blocks import Block, custom, ode, plain, residual, timed
+from ._net.cells import Cell
+from ._net.scaled import Scaled
+from ._net.serial import Serial
+from ._net.spatial import Spatial
+from ._ranks.failures import LayerParallelError
 from ._recurrent import RecurrentParallel
-from ._scaled import Scaled
-from ._serial import Serial
-from ._settings import Audits, Stop
-from ._spatial import Spatial
+from ._solve.audit import Audit, Probe
+from ._solve.auto import Choice
+from ._solve.batch import Norms
+from ._solve.cycle import Cycle
+from ._solve.settings import Audits, Stop
+from ._solve.step import step
 from ._stack import LayerParallel
-from ._step import step
 
 __all__ = [
     "Audit",

@@ -1,7 +1,7 @@
 """The user interface of every layer-parallel net.
 
 Owns modes, cycles, audits, and the methods that run a batch: `step`, `forward` with `backward`, and `evaluate`.
-`_stack.py` and `_recurrent.py` define the layers, and `_batch.py` is the way into a batch.
+`_stack.py` and `_recurrent.py` define the layers, and `_solve/batch.py` is the way into a batch.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torch_accl import _native
 
-from ._audit import Audit, Excess, Probe, factor_of
-from ._auto import Candidate, Choice, chosen, measured
-from ._autograd import ForwardPass, WholeBatch
-from ._batch import Batch, BatchInputs, BatchPlan, LossFunction, Norms
-from ._copies import Copied, Copies
-from ._cycle import Cycle, check_backward
-from ._opening import key_of, opened
-from ._passes import compare_losses, run_forward
-from ._plans import Converging, Passes, Plans, Program
-from ._resumed import SolverState
-from ._settings import Audits, Stop
-from ._solver import Guess, Solver
-from ._step import step
-from ._tree import Form
-from ._unserved import TRACED, outside_of_transforms, refuse_traced
-from ._wire import Wire
+from ._net.copies import Copied, Copies
+from ._net.tree import Form
+from ._ranks.wire import Wire
+from ._solve.audit import Audit, Excess, Probe, factor_of
+from ._solve.auto import Candidate, Choice, chosen, measured
+from ._solve.autograd import ForwardPass, WholeBatch
+from ._solve.batch import Batch, BatchInputs, BatchPlan, LossFunction, Norms
+from ._solve.cycle import Cycle, check_backward
+from ._solve.opening import key_of, opened
+from ._solve.passes import compare_losses, run_forward
+from ._solve.plans import Converging, Passes, Plans, Program
+from ._solve.resumed import SolverState
+from ._solve.settings import Audits, Stop
+from ._solve.solver import Guess, Solver
+from ._solve.step import step
+from ._solve.unserved import TRACED, outside_of_transforms, refuse_traced
 
 __all__ = ["MODES", "WAVE", "Evaluated", "Mode", "Model", "Schedule", "group_of", "replica_of"]
 

@@ -1,7 +1,7 @@
 """A recurrent net over ranks, each of which has a part of the sequence.
 
 Owns that every step is a layer with the same weights, which all ranks have. Also owns the inputs of the steps, their
-outputs with the outputs' gradients, and the sum of the weights' gradients over all ranks. `_cells.py` defines what a
+outputs with the outputs' gradients, and the sum of the weights' gradients over all ranks. `_net/cells.py` defines what a
 cell computes.
 """
 
@@ -20,22 +20,22 @@ from torch.utils import _pytree as pytree
 
 from torch_accl import _native
 
-from ._batch import Batch, BatchInputs, BatchPlan, LossFunction
-from ._blocks import mixed, seeded
-from ._cells import CoarseCell, FinalCell, PreparedCell, Stepped, stepped
-from ._copies import Copied, Copies
-from ._cycle import Cycle
-from ._failures import LayerParallelError, described, sentence
-from ._kinds import CUSTOM, PLAIN
 from ._model import Mode, Model, Schedule, group_of, replica_of
-from ._net import Evaluation, Extra, LayerInputs, Layers, Parameters, States
-from ._plans import Net, Plans
-from ._settings import Audits, Stop, with_old_keywords
-from ._solver import Shared, Solver
-from ._step import step
-from ._tree import Form, is_state, ordered, zeros
-from ._unserved import of_forward
-from ._wire import Wire
+from ._net.blocks import mixed, seeded
+from ._net.cells import CoarseCell, FinalCell, PreparedCell, Stepped, stepped
+from ._net.copies import Copied, Copies
+from ._net.evaluation import Evaluation, Extra, LayerInputs, Layers, Parameters, States
+from ._net.kinds import CUSTOM, PLAIN
+from ._net.tree import Form, is_state, ordered, zeros
+from ._ranks.failures import LayerParallelError, described, sentence
+from ._ranks.wire import Wire
+from ._solve.batch import Batch, BatchInputs, BatchPlan, LossFunction
+from ._solve.cycle import Cycle
+from ._solve.plans import Net, Plans
+from ._solve.settings import Audits, Stop, with_old_keywords
+from ._solve.solver import Shared, Solver
+from ._solve.step import step
+from ._solve.unserved import of_forward
 
 __all__ = ["RecurrentParallel"]
 

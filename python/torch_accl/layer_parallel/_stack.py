@@ -16,23 +16,23 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torch_accl import _native
 
-from ._agreed import agreed
-from ._batch import Batch
-from ._blocks import Block, built
-from ._copies import Copied, Copies
-from ._cycle import Cycle
-from ._failures import LayerParallelError, described, sentence
-from ._kinds import Kind, LayerKind, kind_of
 from ._model import WAVE, Mode, Model, Schedule, group_of, replica_of
-from ._net import Layers
-from ._pickled import pickled
-from ._plans import Net, Plans, specs_of
-from ._serial import Serial
-from ._settings import Audits, Stop, with_old_keywords
-from ._solver import Guess, Solver
-from ._spatial import Spatial
-from ._ties import Ties, shared_names
-from ._wire import Wire
+from ._net.blocks import Block, built
+from ._net.copies import Copied, Copies
+from ._net.evaluation import Layers
+from ._net.kinds import Kind, LayerKind, kind_of
+from ._net.pickled import pickled
+from ._net.serial import Serial
+from ._net.spatial import Spatial
+from ._net.ties import Ties, shared_names
+from ._ranks.agreed import agreed
+from ._ranks.failures import LayerParallelError, described, sentence
+from ._ranks.wire import Wire
+from ._solve.batch import Batch
+from ._solve.cycle import Cycle
+from ._solve.plans import Net, Plans, specs_of
+from ._solve.settings import Audits, Stop, with_old_keywords
+from ._solve.solver import Guess, Solver
 
 __all__ = ["LayerParallel"]
 

@@ -17,9 +17,7 @@ from torch.utils import _pytree as pytree
 
 from ...layer_parallel import Block, Cycle, LayerParallelError, Serial
 from ...layer_parallel import LayerParallel as Body
-from ...layer_parallel._blocks import undisturbed
-from ...layer_parallel._failures import described, sentence
-from ...layer_parallel._kinds import ODE, PLAIN, TIMED, Kind, kind_of
+from ...layer_parallel.extension import ODE, PLAIN, TIMED, Kind, described, kind_of, sentence, undisturbed
 from ._module import Parallel, explain_buffers
 from ._points import recorded
 from ._spatial import levels_of

@@ -11,9 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...layer_parallel._blocks import mixed
-from ...layer_parallel._drawing import Drawing, drawn_for
-from ...layer_parallel._own import SEEDING_THEMSELVES
+from ...layer_parallel.extension import SEEDING_THEMSELVES, Drawing, drawn_for, mixed
 
 __all__ = ["LPBatchNorm2d", "LPDropout"]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from ...layer_parallel._level_transfer import Field, combined
+from ...layer_parallel.extension import Field, combined
 from ._mgopt_levels import Batch, Level, Point, Transfer
 from ._mgopt_options import LineSearch, Restriction
 

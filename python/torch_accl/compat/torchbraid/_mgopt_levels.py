@@ -17,22 +17,22 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from ...layer_parallel import LayerParallelError
-from ...layer_parallel._failures import described
-from ...layer_parallel._layer_facts import layer_facts
-from ...layer_parallel._level_transfer import (
+from ...layer_parallel.extension import (
     Field,
+    Model,
     added,
     combined,
     copied,
     dependents,
+    described,
     exchanged,
+    finer,
+    interpolate,
+    layer_facts,
     move,
     product_of,
     trained,
 )
-from ...layer_parallel._model import Model
-from ...layer_parallel._optimizer_state import interpolate
-from ...layer_parallel._refinement import finer
 from ._communicator import Comm
 from ._compose import Compose
 from ._layer_parallel import LayerParallel

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ...layer_parallel import Norms
-from ...layer_parallel._batch import Batch
-from ...layer_parallel._model import Model
+from ...layer_parallel.extension import Batch, Model
 from ._communicator import Comm
 from ._compose import Compose
 from ._root import at_root

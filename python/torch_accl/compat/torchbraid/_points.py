@@ -12,9 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ...layer_parallel._batch import Batch
-from ...layer_parallel._net import Record, States
-from ...layer_parallel._walk import moved
+from ...layer_parallel.extension import Batch, Record, States, moved
 
 __all__ = ["recorded"]
 

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ...layer_parallel import Cycle, Norms, RecurrentParallel
-from ...layer_parallel._batch import Batch, BatchPlan
-from ...layer_parallel._model import Mode
+from ...layer_parallel.extension import Batch, BatchPlan, Mode
 from ._module import Parallel
 from ._settings import say_once
 from ._timers import ContextTimer

@@ -13,9 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ...layer_parallel._tree import Form, Leaf, is_state, ordered
-from ...layer_parallel._unserved import of_backward, outside_of_transforms
-from ...layer_parallel._wire import Wire, tried
+from ...layer_parallel.extension import Form, Leaf, Wire, is_state, of_backward, ordered, outside_of_transforms, tried
 
 __all__ = ["at_root"]
 

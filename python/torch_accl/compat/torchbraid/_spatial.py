@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ...layer_parallel import Spatial
-from ...layer_parallel._failures import described
-from ...layer_parallel._tree import is_state
+from ...layer_parallel.extension import described, is_state
 
 __all__ = ["Levels", "levels_of"]
 

@@ -1,0 +1,1 @@
+"""Nets of other depths: refinement, coarsening, the transfer of values between two nets, and optimization over depths."""

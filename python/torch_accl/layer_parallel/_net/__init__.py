@@ -1,0 +1,4 @@
+"""The layers of a net on one rank: their kinds, their evaluation, the forms of their states, and parameters that ranks share.
+
+Knows nothing of plans or batches.
+"""

@@ -1,0 +1,1 @@
+"""Messages between the ranks of a net, and errors that all of them raise. Knows nothing of layers or states."""

@@ -1,0 +1,325 @@
+"""How a batch opens and closes, on all ranks together.
+
+Owns the comparison of all that must be the same on all ranks, the agreement on the forms of all states, and that an error
+of one rank is raised on all. Between opening and closing, all ranks execute their programs (`passes.py`).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from .._net.blocks import undisturbed
+from .._net.copies import hash_of
+from .._net.evaluation import Evaluation, States, form_returned
+from .._net.side import NO_SIDE, Side, SideForm, names_taken, side_of
+from .._net.spatial import Meshes
+from .._net.tree import Form, digest, packed, zeros
+from .._ranks.agreed import agreed
+from .._ranks.failures import LayerParallelError, described, sentence
+from .._ranks.wire import bits_of, numbers_of
+from .batch import Batch, MicroBatch, split
+from .solver import KindOfBatch, Solver
+
+__all__ = ["close", "key_of", "opened"]
+
+
+# The least integer of 64 bits. The maximum over ranks ignores it, so it stands for a number that a rank does not give.
+_ABSENT = -(1 << 63)
+# Number of batches at the beginning in which the first and the last rank's inputs are compared, if both have one.
+_COMPARED_INPUTS = 2
+# Batch numbers are compared modulo this number, so that sums of their squares do not overflow.
+_MODULUS = 1 << 20
+
+
+@dataclass
+class _Header:
+    """Numbers with which a rank opens a batch. One reduction makes their maxima known to all ranks.
+
+    Numbers that must be equal are sent twice, once negated: they are if the maximum is the negative of the other one.
+    """
+
+    # Hash of the settings, which are equal on all ranks.
+    settings: int
+    # Whether this rank cannot begin.
+    has_failed: bool
+    # Whether this rank's layers have changed since its last batch.
+    has_changed: bool
+    # Hash of the input, on the first and the last rank.
+    input_hash: int | None
+    # Key of the kind of batch, and its number: given by the first rank.
+    kind: int = _ABSENT
+    number: int = _ABSENT
+    # Numbers with which copies of parameters are compared.
+    copies: list[int] = field(default_factory=list)
+
+    def numbers(self) -> list[int]:
+        """Returns the numbers in the order of `_Maxima`."""
+        inputs = [_ABSENT, _ABSENT] if self.input_hash is None else [self.input_hash, -self.input_hash]
+        flags = [int(self.has_failed), int(self.has_changed)]
+        return [self.settings, -self.settings, *flags, *inputs, self.kind, self.number, *self.copies]
+
+
+class _Maxima:
+    """The maxima of all ranks' headers."""
+
+    def __init__(self, numbers: Sequence[int]) -> None:
+        settings, negated, has_failed, has_changed, input_hash, negated_input, self.kind, self.number, *rest = numbers
+        self.has_equal_settings = settings == -negated
+        self.has_failed, self.has_changed = bool(has_failed), bool(has_changed)
+        # Also true if no rank or only one gives a hash.
+        self.has_equal_inputs = input_hash in (_ABSENT, -negated_input)
+        self.copies = rest
+
+
+@contextmanager
+def opened(batch: Batch, *, is_recorded: bool, refusal: BaseException | None = None) -> Iterator[None]:
+    """Opens a batch, and closes it at the end of the context.
+
+    `is_recorded` says whether a backward pass may follow. `refusal` is a further error that keeps this rank from
+    beginning.
+    """
+    try:
+        batch.prepare(is_recorded=is_recorded)
+    except Exception as error:
+        refusal = refusal or error
+    with undisturbed():
+        _open(batch, batch.refusal or refusal, is_recorded=is_recorded)
+        yield
+        close(batch)
+
+
+def close(batch: Batch) -> None:
+    """Closes a batch or one of its passes.
+
+    All ranks then know the loss, and an error of any rank is raised on all.
+    """
+    solver, wire = batch.solver, batch.solver.wire
+    # All are integers. Loss and dtype are zero on all ranks but one, so that sums are exact.
+    # Batch numbers are equal on all ranks if the mean of their squares is the square of their mean.
+    numbers = [batch.number % _MODULUS, (batch.number % _MODULUS) ** 2]
+    status = torch.tensor(
+        [int(batch.cause is not None), *bits_of([batch.loss]), batch.loss_dtype, *numbers],
+        dtype=torch.int64,
+        device=wire.device,
+    )
+    failed, bits, batch.loss_dtype, total, squares = wire.together(status, f"the end of batch {batch.number}")
+    if failed:
+        # A layer may return other forms than before, although its parameters do not show it. The next batch
+        # determines the forms again.
+        solver.kinds.clear()
+        causes = wire.gathered(batch.cause)
+        if batch.error is not None and not isinstance(batch.error, Exception):
+            # An interrupt or another request to end this process.
+            raise batch.error
+        raise LayerParallelError(sentence(causes)) from batch.error
+    if total**2 != wire.size * squares:
+        of_all = wire.gathered(batch.number)
+        raise LayerParallelError(
+            f"ranks of the layers are at different batches: {of_all}; call backward() of several batches in the same order on all ranks"
+        )
+    (batch.loss,) = numbers_of([bits])
+
+
+def key_of(solver: Solver, x: Any, side: dict[str, Any] | None) -> int:
+    """Returns the key that batches of one kind share."""
+    return _key(solver, split(x, 1)[0], side_of(side)[0])
+
+
+def _key(solver: Solver, form: Form, side_form: SideForm) -> int:
+    return digest(packed((form, side_form, _autocast(), solver.plans.net.counts)))
+
+
+def _open(batch: Batch, refusal: BaseException | None, *, is_recorded: bool) -> None:
+    solver, shared, wire, plan = batch.solver, batch.solver.shared, batch.solver.wire, batch.plan
+    due = shared.due(is_training=batch.is_training)
+    what = f"the start of batch {due}"
+    settings = f"{plan.settings}; called by {batch.call} with gradients {'on' if is_recorded else 'off'}; {'; '.join(_autocast())}"
+    state = solver.layers.state()
+    header = _Header(
+        settings=digest(settings.encode()),
+        has_failed=refusal is not None,
+        has_changed=state != solver.state_of_kinds,
+        input_hash=_input_hash(batch) if batch.is_training and due < _COMPARED_INPUTS else None,
+        copies=[] if solver.copies is None else solver.copies.numbers(),
+    )
+    form, side_form = None, NO_SIDE
+    side_tensors: States = []
+    by_micro_batch: list[MicroBatch] = []
+    if wire.rank == 0:
+        header.number = due
+        if refusal is None:
+            try:
+                form, by_micro_batch = split(batch.inputs.x, plan.micro_batches)
+                side_form, side_tensors = side_of(batch.inputs.side)
+                _check_parts(side_form, shared.per_sample, plan.micro_batches)
+                header.kind = _key(solver, form, side_form)
+            except Exception as error:
+                refusal, header.has_failed = error, True
+    numbers = torch.tensor(header.numbers(), dtype=torch.int64, device=wire.device)
+    maxima = _Maxima(wire.together(numbers, what, is_greatest=True))
+    if maxima.has_failed:
+        cause = None if refusal is None else f"{what}: {described(refusal)}"
+        raise LayerParallelError(sentence(wire.gathered(cause))) from refusal
+    if not maxima.has_equal_settings:
+        raise ValueError(_difference(wire.gathered(settings)))
+    if solver.copies is not None:
+        solver.copies.settle(maxima.copies, what)
+    number = maxima.number
+    if batch.is_training:
+        shared.number = number + 1
+    else:
+        shared.evaluations = number + 1
+    if not maxima.has_equal_inputs and wire.rank == 0:
+        warnings.warn(
+            f"layer-parallel training, batch {number}: the last rank's input differs from the first rank's, but the target is compared with the output for the first rank's input. Give all ranks of the layers "
+            "the same batches in the same order, by a seeded generator or a sampler with the data-parallel rank. Or give None as input on all ranks but the first",
+            stacklevel=2,
+        )
+    if maxima.has_changed:
+        # If the layers of any rank have changed, the forms may have changed too.
+        solver.kinds.clear()
+        solver.state_of_kinds = state
+    kind = solver.kinds.get(maxima.kind)
+    if kind is None:
+        form, side_form = wire.pass_on((form, side_form), 0)
+        _check_names(solver, side_form)
+    else:
+        side_form = kind.side
+    given = [tensor for states, constants in by_micro_batch[:1] for tensor in (*states, *constants)]
+    device = given[0].device if given else solver.device
+    layer_inputs = batch.layer_inputs
+    if side_form.names:
+        layer_inputs = Side(
+            side_form, side_tensors, solver.layers.modules, device, wire, plan.micro_batches, shared.per_sample
+        )
+    evaluation = Evaluation(
+        solver.layers,
+        batch.found,
+        (number, solver.replica) if batch.is_training else (number, solver.replica, 1),
+        device,
+        is_recorded=is_recorded,
+        layer_inputs=layer_inputs,
+        keeps_graph=plan.keeps_graph,
+    )
+    if kind is None:
+        assert form is not None
+        kind = KindOfBatch(_forms_from(solver, form, by_micro_batch, evaluation), side_form)
+        solver.remember(maxima.kind, kind)
+    if plan.micro_batches > 1 and any(not leaf.shape for leaf in kind.forms[-1].leaves):
+        raise ValueError(
+            "the net returns a scalar, but results of micro-batches are joined along a batch dimension; use another mode"
+        )
+    meshes = _on_meshes(solver, kind, plan.meshes, device)
+    batch.begin(number, kind.forms, device, evaluation, meshes, by_micro_batch)
+
+
+def _input_hash(batch: Batch) -> int | None:
+    """Returns a hash of the input on the first and the last rank, for which equal batches give equal hashes; else None."""
+    wire = batch.solver.wire
+    if wire.size == 1 or not (wire.rank == 0 or wire.is_last):
+        return None
+    leaves = pytree.tree_leaves(batch.inputs.x)
+    if not leaves or any(not isinstance(leaf, Tensor) or not leaf.dim() or leaf.is_meta for leaf in leaves):
+        return None
+    try:
+        return digest(repr([(leaf.shape, hash_of(leaf)) for leaf in leaves]).encode())
+    except Exception:
+        return None
+
+
+def _on_meshes(solver: Solver, kind: KindOfBatch, count: int, device: torch.device) -> Meshes:
+    # Whether meshes are known is the same on all ranks.
+    if count in kind.meshes:
+        return kind.meshes[count]
+    if count == 0:
+        # No function of the user is called.
+        kind.meshes[0] = Meshes(None, kind.forms, 0, device)
+        return kind.meshes[0]
+    made: list[Meshes] = []
+
+    def make() -> int:
+        made.append(Meshes(solver.shared.spatial, kind.forms, count, device))
+        return digest(packed(made[0].forms[1:]))
+
+    remedy = "Functions of `spatial` must work on all ranks."
+    of_all = agreed(solver.wire, "coarsening states", remedy, make, is_for_all=True)
+    if len(set(of_all)) > 1:
+        raise ValueError(
+            "`coarsen` returns different shapes on different ranks of the layers; give all ranks the same functions"
+        )
+    kind.meshes[count] = made[0]
+    return made[0]
+
+
+def _check_names(solver: Solver, side_form: SideForm) -> None:
+    """Raises `ValueError` for a side input that no layer takes, which is usually a misspelt name."""
+    if not side_form.names:
+        return
+    mine = {name for module in solver.layers.modules.values() for name in names_taken(module, side_form.names)}
+    unknown = set(side_form.names).difference(*solver.wire.gathered(mine))
+    if unknown:
+        names = ", ".join(f"`{name}`" for name in sorted(unknown))
+        raise ValueError(f"no layer's forward has an argument {names}; layers take side inputs by argument name")
+
+
+def _forms_from(solver: Solver, form: Form, by_micro_batch: Sequence[MicroBatch], evaluation: Evaluation) -> list[Form]:
+    """Returns the form of each point's state.
+
+    Only plain layers change it, and their owners evaluate them to find it.
+    """
+    forms = [form]
+    net, wire = solver.plans.net, solver.wire
+    for layer, (kind, _) in enumerate(net.layers):
+        if not kind.is_step:
+            owner = net.owner(layer)
+            # The form, or the error of the owner.
+            answer: Form | str | None = None
+            error: Exception | None = None
+            if owner == wire.rank:
+                try:
+                    given = by_micro_batch[0] if layer == 0 and by_micro_batch else zeros(form, solver.device)
+                    returned = evaluation.evaluate_temporary(layer, 1, 0, form, *given)
+                    answer = form_returned(returned, layer, solver.names[layer])
+                    packed(answer)
+                except Exception as caught:
+                    answer, error = described(caught), caught
+            answer = wire.pass_on(answer, owner)
+            if not isinstance(answer, Form):
+                text = f"rank {owner} of the layers: layer {layer} ({solver.names[layer]}) cannot take {form}: {answer}"
+                raise LayerParallelError(text) from error
+            form = answer
+        forms.append(form)
+    return forms
+
+
+def _check_parts(form: SideForm, per_sample: Collection[str], micro_batches: int) -> None:
+    for index, leaf, _ in form.flat():
+        name = form.names[index]
+        if micro_batches > 1 and name in per_sample and (not leaf.shape or leaf.shape[0] % micro_batches):
+            raise ValueError(
+                f"the side input `{name}` has a leaf {leaf}, whose first dimension is not divisible by {micro_batches} micro-batches"
+            )
+
+
+def _autocast() -> tuple[str, ...]:
+    """Returns the autocast settings, which change the dtypes that layers return."""
+    return tuple(
+        f"autocast of {kind} {torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else 'off'}"
+        for kind in ("cpu", "cuda")
+    )
+
+
+def _difference(of_all: Sequence[str]) -> str:
+    """Describes how the settings of another rank differ from the first rank's."""
+    other = next(rank for rank, settings in enumerate(of_all) if settings != of_all[0])
+    theirs, ours = of_all[other].split("; "), of_all[0].split("; ")
+    pairs = [f"`{a}` and `{b}`" for a, b in zip(ours, theirs) if a != b] or ["their number"]
+    return f"ranks 0 and {other} of the layers differ in {', '.join(pairs)}; all ranks must build the same net and issue the same calls"
