@@ -3,7 +3,6 @@
 import copy
 import io
 import pickle
-import tempfile
 import warnings
 
 import pytest
@@ -275,12 +274,6 @@ def test_a_saved_state_goes_through_a_file_without_code(rank, world):
     assert not same_on_all(losses(other)["up.weight"])
 
 
-def shared_folder():
-    names = [tempfile.mkdtemp(prefix="accl-dcp-") if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(names)
-    return names[0]
-
-
 def sharded(seed=7):
     net = model(seed)
     for layer in (net.up, net.down):
@@ -294,16 +287,15 @@ def sharded(seed=7):
 @pytest.mark.slow
 @on_ranks(3, fresh=True)
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_a_distributed_checkpoint_keeps_what_every_rank_carries_over(rank, world, kind):
+def test_a_distributed_checkpoint_keeps_what_every_rank_carries_over(rank, world, kind, tmp_path):
     made = (lambda: compressed(FEEDBACK, wrapper=FIXED)) if kind == "ddp" else sharded
     net, state = made()
     steps(rank, net, range(3))
-    folder = shared_folder()
-    dcp.save({"model": net.state_dict(), "compression": state}, checkpoint_id=folder)
+    dcp.save({"model": net.state_dict(), "compression": state}, checkpoint_id=tmp_path)
     kept = losses(state)
     again, other = made()
     weights = again.state_dict()
-    dcp.load({"model": weights, "compression": other}, checkpoint_id=folder)
+    dcp.load({"model": weights, "compression": other}, checkpoint_id=tmp_path)
     again.load_state_dict(weights)
     assert kept and all(torch.equal(losses(other)[name], loss) for name, loss in kept.items())
     assert other.step == 3 and not same_on_all(kept["up.weight"])

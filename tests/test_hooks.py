@@ -3,7 +3,6 @@
 import json
 import os
 import pickle
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -209,11 +208,8 @@ def test_a_call_that_times_out_leaves_a_dump_of_the_flight_recorder(rank, world)
 @needs("abort hooks")
 @on_ranks(2, fresh=True)
 @pytest.mark.parametrize("is_async", [False, True], ids=["blocking", "asynchronous"])
-def test_torchs_analyzer_of_dumps_names_the_rank_that_is_missing(rank, world, is_async):
-    folders = [tempfile.mkdtemp() if rank == 0 else None]
-    dist.broadcast_object_list(folders, src=0)
-    folder = folders[0]
-    os.environ["TORCH_FR_DUMP_TEMP_FILE"] = os.path.join(folder, "dump_rank_")
+def test_torchs_analyzer_of_dumps_names_the_rank_that_is_missing(rank, world, is_async, tmp_path):
+    os.environ["TORCH_FR_DUMP_TEMP_FILE"] = str(tmp_path / "dump_rank_")
     os.environ["TORCH_FR_DUMP_ON_TIMEOUT"] = "1"
     group = dist.new_group(timeout=timedelta(milliseconds=300))
     dist.all_reduce(torch.ones(3), group=group)
@@ -223,16 +219,13 @@ def test_torchs_analyzer_of_dumps_names_the_rank_that_is_missing(rank, world, is
             work.wait()
     else:
         # This rank hangs elsewhere, where a user requests a dump from it.
-        with open(os.path.join(folder, f"dump_rank_{rank}"), "wb") as dump:
+        with open(tmp_path / f"dump_rank_{rank}", "wb") as dump:
             dump.write(c10d._dump_fr_trace(backend="accl"))
     dist.barrier()
     if rank == 0:
-        try:
-            analyzer = "torch.distributed.flight_recorder.fr_trace"
-            command = [sys.executable, "-m", analyzer, folder, "-p", "dump_rank_"]
-            ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
-        finally:
-            shutil.rmtree(folder)
+        analyzer = "torch.distributed.flight_recorder.fr_trace"
+        command = [sys.executable, "-m", analyzer, str(tmp_path), "-p", "dump_rank_"]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
         said = ended.stdout + ended.stderr
         assert ended.returncode == 0, said
         assert (

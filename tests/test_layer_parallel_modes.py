@@ -3,8 +3,6 @@ mode than training.
 """
 
 import copy
-import shutil
-import tempfile
 import time
 import warnings
 
@@ -694,10 +692,8 @@ def test_what_is_evaluated_between_two_batches_changes_nothing_of_the_second(ran
 
 @pytest.mark.slow
 @on_ranks(2, 3)
-def test_a_run_that_is_resumed_on_another_number_of_ranks_goes_on_as_it_was(rank, world):
+def test_a_run_that_is_resumed_on_another_number_of_ranks_goes_on_as_it_was(rank, world, tmp_path):
     x, target = batch()
-    folder = [tempfile.mkdtemp() if rank == 0 else None]
-    dist.broadcast_object_list(folder)
     options = StateDictOptions(flatten_optimizer_state_dict=True)
 
     def made(group):
@@ -716,21 +712,18 @@ def test_a_run_that_is_resumed_on_another_number_of_ranks_goes_on_as_it_was(rank
     net, optimizer = made(None)
     train(net, optimizer, 2)
     weights, moments = get_state_dict(net, optimizer, options=options)
-    dcp.save({"net": weights, "optimizer": moments, "batch": net.batch}, checkpoint_id=folder[0])
+    dcp.save({"net": weights, "optimizer": moments, "batch": net.batch}, checkpoint_id=tmp_path)
     wanted = train(net, optimizer, 2)
     for group in (None, "alone"):
         net, optimizer = made(group)
         state = dict(zip(("net", "optimizer"), get_state_dict(net, optimizer, options=options)), batch=0)
-        dcp.load(state, checkpoint_id=folder[0], no_dist=group == "alone")
+        dcp.load(state, checkpoint_id=tmp_path, no_dist=group == "alone")
         set_state_dict(
             net, optimizer, model_state_dict=state["net"], optim_state_dict=state["optimizer"], options=options
         )
         net.batch = state["batch"]
         assert net.batch == 2
         assert torch.equal(train(net, optimizer, 2), wanted)
-    dist.barrier()
-    if rank == 0:
-        shutil.rmtree(folder[0])
 
 
 FALLBACKS = {
@@ -773,7 +766,7 @@ def test_a_run_that_has_fallen_back_is_resumed_in_what_it_fell_back_to(rank, wor
         assert (net.mode, net.fwd.iterations) != ("inexact", 2)
     weights = net.state_dict()
     assert all(name.startswith("layers.") for name in weights)
-    dcp.save({"net": weights, "solver": net.solver}, checkpoint_id=folder[0] / "dcp")
+    dcp.save({"net": weights, "solver": net.solver}, checkpoint_id=tmp_path / "dcp")
     if rank == 0:
         torch.save({"solver": net.solver.state_dict()}, folder[0] / "plain.pt")
     dist.barrier()
@@ -782,7 +775,7 @@ def test_a_run_that_has_fallen_back_is_resumed_in_what_it_fell_back_to(rank, wor
 
     resumed = made()
     found = {"net": resumed.state_dict(), "solver": resumed.solver}
-    dcp.load(found, checkpoint_id=folder[0] / "dcp")
+    dcp.load(found, checkpoint_id=tmp_path / "dcp")
     resumed.load_state_dict(found["net"])
     assert resumed.solver.state_dict() == state and resumed.evaluation == "inexact" and resumed.batch == 2
     assert torch.equal(train(resumed, 2), wanted)
@@ -790,7 +783,7 @@ def test_a_run_that_has_fallen_back_is_resumed_in_what_it_fell_back_to(rank, wor
         assert resumed.choice == layer_parallel.Choice("inexact", {"inexact": 0.5})
 
     plain = made()
-    dcp.load({"net": (others := plain.state_dict())}, checkpoint_id=folder[0] / "dcp")
+    dcp.load({"net": (others := plain.state_dict())}, checkpoint_id=tmp_path / "dcp")
     plain.load_state_dict(others)
     plain.solver.load_state_dict(state)
     assert torch.equal(train(plain, 2), wanted)

@@ -141,25 +141,9 @@ fn text(fitted: &Fitted) -> String {
 #[cfg(test)]
 mod tests {
     use accl_schedule::cost::Machine;
+    use tempfile::tempdir;
 
     use super::*;
-
-    /// A directory for one test, removed when this value is dropped.
-    struct Folder(PathBuf);
-
-    impl Folder {
-        fn new(name: &str) -> Self {
-            let path = std::env::temp_dir().join(format!("accl-cache-{}-{name}", std::process::id()));
-            std::fs::create_dir_all(&path).unwrap();
-            Self(path)
-        }
-    }
-
-    impl Drop for Folder {
-        fn drop(&mut self) {
-            let _ = std::fs::remove_dir_all(&self.0);
-        }
-    }
 
     fn machine(switch_ps: u64) -> Fitted {
         Fitted { machine: Machine { switch_ps, ..Machine::default() }, at_bounds: Vec::new() }
@@ -167,8 +151,8 @@ mod tests {
 
     #[test]
     fn what_was_written_is_read() {
-        let folder = Folder::new("round");
-        let path = path_in(&folder.0.join("not/yet/there"));
+        let folder = tempdir().unwrap();
+        let path = path_in(&folder.path().join("not/yet/there"));
         assert_eq!(read(&path), Ok(None));
         write(&path, &machine(77)).unwrap();
         assert_eq!(read(&path), Ok(Some(machine(77))));
@@ -180,8 +164,8 @@ mod tests {
 
     #[test]
     fn constants_at_their_bounds_are_named_in_the_file() {
-        let folder = Folder::new("bounds");
-        let path = folder.0.join("constants");
+        let folder = tempdir().unwrap();
+        let path = folder.path().join("constants");
         let fitted = Fitted { at_bounds: vec!["shm_call_ps", "switch_ps"], ..machine(300_000) };
         write(&path, &fitted).unwrap();
         assert_eq!(read(&path), Ok(Some(fitted)));
@@ -192,8 +176,8 @@ mod tests {
 
     #[test]
     fn a_file_of_a_newer_format_is_refused_and_one_without_a_format_is_read() {
-        let folder = Folder::new("format");
-        let path = folder.0.join("constants");
+        let folder = tempdir().unwrap();
+        let path = folder.path().join("constants");
         write(&path, &machine(77)).unwrap();
         let written = std::fs::read_to_string(&path).unwrap();
         let line = format!("format = {FORMAT}\n");
@@ -210,19 +194,19 @@ mod tests {
 
     #[test]
     fn garbage_is_refused_with_the_name_of_the_file() {
-        let folder = Folder::new("garbage");
-        let path = folder.0.join("constants");
+        let folder = tempdir().unwrap();
+        let path = folder.path().join("constants");
         for garbage in [&b""[..], b"{\"a\": 1}", b"switch_ps = fast", b"\xff\xfe\0", b"speed = 3\n", &[b'#'; 1 << 17]] {
             std::fs::write(&path, garbage).unwrap();
             assert!(read(&path).unwrap_err().contains("constants"), "{garbage:?}");
         }
-        assert!(read(&folder.0).unwrap_err().contains("not a file of machine constants"));
+        assert!(read(folder.path()).unwrap_err().contains("not a file of machine constants"));
     }
 
     #[test]
     fn a_place_that_cannot_be_written_is_an_error() {
-        let folder = Folder::new("unwritable");
-        let file = folder.0.join("file");
+        let folder = tempdir().unwrap();
+        let file = folder.path().join("file");
         std::fs::write(&file, "").unwrap();
         // A regular file cannot contain a directory, not even for root.
         let why = write(&file.join("torch-accl/machine.txt"), &machine(1)).unwrap_err();
@@ -232,8 +216,8 @@ mod tests {
 
     #[test]
     fn who_reads_while_others_write_sees_one_of_them_whole() {
-        let folder = Folder::new("together");
-        let path = folder.0.join("constants");
+        let folder = tempdir().unwrap();
+        let path = folder.path().join("constants");
         write(&path, &machine(0)).unwrap();
         std::thread::scope(|scope| {
             for writer in 0..4 {
@@ -244,6 +228,6 @@ mod tests {
                 assert!(matches!(read(&path), Ok(Some(_))));
             }
         });
-        assert_eq!(std::fs::read_dir(&folder.0).unwrap().count(), 1);
+        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1);
     }
 }

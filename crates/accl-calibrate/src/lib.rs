@@ -229,34 +229,21 @@ fn listed(names: &[&str]) -> String {
 mod tests {
     use std::cell::Cell;
 
+    use tempfile::{NamedTempFile, TempPath};
+
     use super::*;
 
     const DEGENERATE: &str = "shm_call_ps = 0\ntcp_latency_ps = 0\nswitch_ps = 77\n";
 
-    /// A file for one test with the given text; its directory is removed when this value is dropped.
-    struct Kept(PathBuf);
-
-    impl Kept {
-        fn new(name: &str, text: &str) -> Self {
-            let folder = std::env::temp_dir().join(format!("accl-machine-{}-{name}", std::process::id()));
-            std::fs::create_dir_all(&folder).unwrap();
-            std::fs::write(folder.join("machine.txt"), text).unwrap();
-            Self(folder)
-        }
-
-        fn path(&self) -> PathBuf {
-            self.0.join("machine.txt")
-        }
-
-        fn text(&self) -> String {
-            std::fs::read_to_string(self.path()).unwrap()
-        }
+    /// Creates a file with the given text, which is removed when the returned value is dropped.
+    fn kept(text: &str) -> TempPath {
+        let path = NamedTempFile::new().unwrap().into_temp_path();
+        std::fs::write(&path, text).unwrap();
+        path
     }
 
-    impl Drop for Kept {
-        fn drop(&mut self) {
-            let _ = std::fs::remove_dir_all(&self.0);
-        }
+    fn text(path: &TempPath) -> String {
+        std::fs::read_to_string(path).unwrap()
     }
 
     fn fitted() -> Fitted {
@@ -265,36 +252,36 @@ mod tests {
 
     #[test]
     fn a_degenerate_cache_is_measured_again_once() {
-        let kept = Kept::new("once", DEGENERATE);
+        let kept = kept(DEGENERATE);
         let measured = Cell::new(0);
         let measure = || {
             measured.set(measured.get() + 1);
             Ok(fitted())
         };
         for _ in 0..3 {
-            let found = find_at(Some(kept.path()), false, &measure);
-            assert_eq!((found.machine, found.source), (fitted().machine, Source::File(kept.path())));
+            let found = find_at(Some(kept.to_path_buf()), false, &measure);
+            assert_eq!((found.machine, found.source), (fitted().machine, Source::File(kept.to_path_buf())));
             assert_eq!(found.at_bounds, fitted().at_bounds);
         }
         assert_eq!(measured.get(), 1);
-        assert_eq!(cache::parse(&kept.text()), Ok(fitted()));
+        assert_eq!(cache::parse(&text(&kept)), Ok(fitted()));
     }
 
     #[test]
     fn a_degenerate_cache_of_a_busy_machine_is_used_where_it_can_be_true() {
-        let kept = Kept::new("busy", DEGENERATE);
-        let found = find_at(Some(kept.path()), false, &|| Err(Error::timeout("it is too busy")));
+        let kept = kept(DEGENERATE);
+        let found = find_at(Some(kept.to_path_buf()), false, &|| Err(Error::timeout("it is too busy")));
         assert_eq!(found.machine, Machine { switch_ps: 77, ..Machine::default() });
         // The file is unchanged, so the next start measures.
-        assert_eq!(kept.text(), DEGENERATE);
+        assert_eq!(text(&kept), DEGENERATE);
     }
 
     #[test]
     fn a_degenerate_file_that_the_user_named_is_taken_as_it_is() {
-        let kept = Kept::new("named", DEGENERATE);
-        let found = find_at(Some(kept.path()), true, &|| unreachable!("it is measured"));
+        let kept = kept(DEGENERATE);
+        let found = find_at(Some(kept.to_path_buf()), true, &|| unreachable!("it is measured"));
         assert_eq!((found.machine.shm.call_ps, found.machine.tcp.latency_ps), (0, 0));
-        assert_eq!((found.source, kept.text()), (Source::File(kept.path()), DEGENERATE.to_owned()));
+        assert_eq!((found.source, text(&kept)), (Source::File(kept.to_path_buf()), DEGENERATE.to_owned()));
     }
 
     #[test]

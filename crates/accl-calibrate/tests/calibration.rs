@@ -1,6 +1,5 @@
 //! Ranks with different constants choose the same algorithms, because the first rank's constants count.
 
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -10,6 +9,7 @@ use accl_schedule::{Basis, Chooser, Topology};
 use accl_testkit::{Member, finish_submitted};
 use accl_types::config::{Calibration, Config};
 use accl_types::{Bytes, Collective, ErrorKind, Rank, ReduceOp, Result};
+use tempfile::{TempDir, tempdir};
 
 const WORLD: u32 = 4;
 const SIZES: [usize; 5] = [1, 300, 5_000, 70_000, 1_000_000];
@@ -18,28 +18,11 @@ const SIZES: [usize; 5] = [1, 300, 5_000, 70_000, 1_000_000];
 const WAITING: &str = "shm_latency_ps = 1000000000 # dear\nshm_frame_ps=0\n";
 const FRAMES: &str = "shm_latency_ps = 0\nshm_frame_ps = 1000000000\n";
 
-/// A directory for one test, removed when this value is dropped.
-struct Folder(PathBuf);
-
-impl Folder {
-    fn new(name: &str) -> Self {
-        let path = std::env::temp_dir().join(format!("accl-calibration-{}-{name}", std::process::id()));
-        std::fs::create_dir_all(&path).unwrap();
-        Self(path)
-    }
-
-    /// Settings with a calibration file that holds this text.
-    fn config(&self, name: &str, text: &str) -> Config {
-        let path = self.0.join(name);
-        std::fs::write(&path, text).unwrap();
-        Config { calibration: Calibration::File(path.to_str().unwrap().to_owned()), ..Config::default() }
-    }
-}
-
-impl Drop for Folder {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.0);
-    }
+/// Writes a calibration file with this text and returns settings that name it.
+fn config(folder: &TempDir, name: &str, text: &str) -> Config {
+    let path = folder.path().join(name);
+    std::fs::write(&path, text).unwrap();
+    Config { calibration: Calibration::File(path.to_str().unwrap().to_owned()), ..Config::default() }
 }
 
 /// Runs `body` on one rank per entry of `configs`.
@@ -82,11 +65,11 @@ fn choice(text: &str, bytes: u64) -> &'static str {
 #[test]
 fn ranks_with_conflicting_constants_take_those_of_the_first() {
     assert!(SIZES.iter().any(|&count| choice(WAITING, 4 * count as u64) != choice(FRAMES, 4 * count as u64)));
-    let folder = Folder::new("conflict");
+    let folder = tempdir().unwrap();
     let configs: Vec<Config> = [WAITING, FRAMES, "garbage", FRAMES]
         .iter()
         .enumerate()
-        .map(|(rank, text)| folder.config(&rank.to_string(), text))
+        .map(|(rank, text)| config(&folder, &rank.to_string(), text))
         .collect();
     // If a rank chose another algorithm, its collective fingerprint would differ and the call would fail on all ranks.
     with_ranks(&configs, |group| {
@@ -114,8 +97,8 @@ fn ranks_with_conflicting_overrides_are_refused_on_all() {
 
 #[test]
 fn a_file_that_is_missing_is_measured_once_and_then_found() {
-    let folder = Folder::new("missing");
-    let path = folder.0.join("below/machine.txt");
+    let folder = tempdir().unwrap();
+    let path = folder.path().join("below/machine.txt");
     let config = Config { calibration: Calibration::File(path.to_str().unwrap().to_owned()), ..Config::default() };
     let first = accl_calibrate::find(&config);
     // If the machine is too busy to be measured, the built-in constants are used and nothing is stored.
@@ -131,18 +114,18 @@ fn a_file_that_is_missing_is_measured_once_and_then_found() {
 
 #[test]
 fn garbage_that_the_user_named_is_left_alone() {
-    let folder = Folder::new("garbage");
-    let config = folder.config("notes", "buy milk\n");
+    let folder = tempdir().unwrap();
+    let config = config(&folder, "notes", "buy milk\n");
     let found = accl_calibrate::find(&config);
     assert_eq!((found.machine, found.source), (Machine::default(), accl_calibrate::Source::BuiltIn));
-    assert_eq!(std::fs::read_to_string(folder.0.join("notes")).unwrap(), "buy milk\n");
+    assert_eq!(std::fs::read_to_string(folder.path().join("notes")).unwrap(), "buy milk\n");
 }
 
 #[test]
 fn a_place_that_cannot_be_written_gives_constants_all_the_same() {
-    let folder = Folder::new("unwritable");
-    let config = folder.config("file", "shm_call_ps = 1");
-    let below = folder.0.join("file/machine.txt");
+    let folder = tempdir().unwrap();
+    let config = config(&folder, "file", "shm_call_ps = 1");
+    let below = folder.path().join("file/machine.txt");
     let config = Config { calibration: Calibration::File(below.to_str().unwrap().to_owned()), ..config };
     let found = accl_calibrate::find(&config);
     assert!(

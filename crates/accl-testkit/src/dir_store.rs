@@ -46,11 +46,6 @@ impl DirStore {
         Self { dir: self.dir.clone(), prefix: format!("{}{prefix}/", self.prefix) }
     }
 
-    /// Directory of the store.
-    pub fn dir(&self) -> &Path {
-        &self.dir
-    }
-
     /// Polls until the key has a value, and returns the value. `None` if there is none after `timeout`.
     ///
     /// # Errors
@@ -146,60 +141,53 @@ fn failed(what: &str, path: &Path, why: &io::Error) -> Error {
 
 #[cfg(test)]
 mod tests {
+    use tempfile::TempDir;
+
     use super::*;
 
-    struct Dir(DirStore);
-
-    impl Dir {
-        fn new(name: &str) -> Self {
-            let dir = std::env::temp_dir().join(format!("accl-dir-store-{name}-{}", std::process::id()));
-            Self(DirStore::new(dir).unwrap())
-        }
-    }
-
-    impl Drop for Dir {
-        fn drop(&mut self) {
-            let _ = fs::remove_dir_all(self.0.dir());
-        }
+    fn store() -> (TempDir, DirStore) {
+        let dir = TempDir::new().unwrap();
+        let store = DirStore::new(dir.path().to_owned()).unwrap();
+        (dir, store)
     }
 
     #[test]
     fn concurrent_additions_all_count() {
-        let store = Dir::new("add");
+        let (_dir, store) = store();
         std::thread::scope(|scope| {
             for _ in 0..4 {
-                scope.spawn(|| (0..50).for_each(|_| assert!(store.0.add("n/one", 1).unwrap() > 0)));
+                scope.spawn(|| (0..50).for_each(|_| assert!(store.add("n/one", 1).unwrap() > 0)));
             }
         });
-        assert_eq!(store.0.add("n/one", 0).unwrap(), 200);
-        assert_eq!(store.0.get("n/one").unwrap().unwrap(), b"200");
+        assert_eq!(store.add("n/one", 0).unwrap(), 200);
+        assert_eq!(store.get("n/one").unwrap().unwrap(), b"200");
     }
 
     #[test]
     fn a_waiter_sees_what_another_one_sets_and_gives_up_in_time() {
-        let store = Dir::new("wait");
-        store.0.set("a", b"1").unwrap();
-        assert_eq!(store.0.wait("b", Duration::from_millis(2)).unwrap(), None);
+        let (_dir, store) = store();
+        store.set("a", b"1").unwrap();
+        assert_eq!(store.wait("b", Duration::from_millis(2)).unwrap(), None);
         std::thread::scope(|scope| {
-            scope.spawn(|| store.0.set("b", b"").unwrap());
-            assert_eq!(store.0.wait("b", Duration::from_secs(30)).unwrap().unwrap(), b"");
+            scope.spawn(|| store.set("b", b"").unwrap());
+            assert_eq!(store.wait("b", Duration::from_secs(30)).unwrap().unwrap(), b"");
         });
-        assert_eq!(store.0.wait("a", Duration::ZERO).unwrap().unwrap(), b"1");
-        assert!(store.0.delete("a").unwrap() && !store.0.delete("a").unwrap());
-        assert_eq!(store.0.get("a").unwrap(), None);
+        assert_eq!(store.wait("a", Duration::ZERO).unwrap().unwrap(), b"1");
+        assert!(store.delete("a").unwrap() && !store.delete("a").unwrap());
+        assert_eq!(store.get("a").unwrap(), None);
     }
 
     #[test]
     fn keys_that_look_like_paths_stay_apart_and_inside() {
-        let store = Dir::new("keys");
+        let (_dir, store) = store();
         let keys = ["x/y", "x", "../x", "x=2fy", "=lock", "x/", "."];
         for key in keys {
-            store.0.set(key, key.as_bytes()).unwrap();
+            store.set(key, key.as_bytes()).unwrap();
         }
         for key in keys {
-            assert_eq!(store.0.get(key).unwrap().unwrap(), key.as_bytes(), "{key}");
+            assert_eq!(store.get(key).unwrap().unwrap(), key.as_bytes(), "{key}");
         }
-        assert_eq!(store.0.prefixed("x").get("y").unwrap().unwrap(), b"x/y");
-        assert_eq!(store.0.get("absent").unwrap(), None);
+        assert_eq!(store.prefixed("x").get("y").unwrap().unwrap(), b"x/y");
+        assert_eq!(store.get("absent").unwrap(), None);
     }
 }

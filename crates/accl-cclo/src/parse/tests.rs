@@ -1,4 +1,5 @@
 use proptest::prelude::*;
+use tempfile::{NamedTempFile, TempPath};
 
 use super::keys;
 use crate::bus::Memory;
@@ -14,10 +15,10 @@ fn refused(text: &str) -> String {
     DeviceUrl::parse(text).unwrap_err().message
 }
 
-fn file(name: &str, text: &str) -> String {
-    let path = std::env::temp_dir().join(format!("accl-ranks-{}-{name}.json", std::process::id()));
+fn file(text: &str) -> TempPath {
+    let path = NamedTempFile::new().unwrap().into_temp_path();
     std::fs::write(&path, text).unwrap();
-    path.display().to_string()
+    path
 }
 
 #[test]
@@ -166,10 +167,9 @@ fn each_rank_has_an_address() {
     assert_eq!(peers("xrt://0?xclbin=a", 2), cards([0, 1]));
     assert_eq!(peers("xrt://0?xclbin=a&design=tcp", 2), cards([NO_SESSION; 2]));
     assert_eq!(peers("coyote://0", 2), cards([NO_SESSION; 2]));
-    let ranks = file(
-        "cards",
-        r#"{"ranks": [{"ip": "10.1.1.1", "session": 4, "max_segment": 1024}, {"ip": "10.1.1.2", "port": 7}]}"#,
-    );
+    let file =
+        file(r#"{"ranks": [{"ip": "10.1.1.1", "session": 4, "max_segment": 1024}, {"ip": "10.1.1.2", "port": 7}]}"#);
+    let ranks = file.display();
     let url = format!("xrt://0?xclbin=a&design=tcp&eager=4KiB&rx_bytes=1KiB&ranks={ranks}");
     assert_eq!(peers(&url, 2), [("10.1.1.1".to_owned(), 5500, 4), ("10.1.1.2".to_owned(), 7, NO_SESSION)]);
     let text = parsed(&url).settings(0, 3).unwrap_err().message;
@@ -201,7 +201,8 @@ fn a_ranks_file_is_the_same_device_however_its_path_is_written() {
 
 #[test]
 fn another_session_is_refused_without_naming_a_kind_of_device() {
-    let ranks = file("ranks-are-sessions", r#"{"ranks": [{"ip": "10.1.1.1", "session": 7}]}"#);
+    let file = file(r#"{"ranks": [{"ip": "10.1.1.1", "session": 7}]}"#);
+    let ranks = file.display();
     for text in [format!("sim://?ranks={ranks}"), format!("emulator://@{ranks}")] {
         let message = parsed(&text).settings(0, 1).unwrap_err().message;
         let why = "gives rank 0 session 7; the session of this device is its rank";
@@ -229,12 +230,12 @@ fn missing_sessions_are_reported_before_anything_starts() {
     let words =
         ["has no session to ranks 1: torch-accl does not set up", "network_krnl", "`ranks=FILE`, with a `session`"];
     assert!(words.iter().all(|word| text.contains(word)), "{text}");
-    let ranks = |session: &str| {
-        let name = format!("sessions{}.json", session.len());
-        file(&name, &format!(r#"{{"ranks": [{{"ip": "10.1.1.1"}}, {{"ip": "10.1.1.2"{session}}}]}}"#))
+    let with_ranks = |session: &str| {
+        let file = file(&format!(r#"{{"ranks": [{{"ip": "10.1.1.1"}}, {{"ip": "10.1.1.2"{session}}}]}}"#));
+        checked(&format!("xrt://0?xclbin=a&design=tcp&ranks={}", file.display()))
     };
-    assert!(checked(&format!("xrt://0?xclbin=a&design=tcp&ranks={}", ranks(""))).is_err());
-    assert_eq!(checked(&format!("xrt://0?xclbin=a&design=tcp&ranks={}", ranks(r#", "session": 3"#))), Ok(()));
+    assert!(with_ranks("").is_err());
+    assert_eq!(with_ranks(r#", "session": 3"#), Ok(()));
     for text in ["sim", "emulator://h:1", "xrt://0?xclbin=a", "coyote://0"] {
         assert_eq!(checked(text), Ok(()), "{text}");
     }

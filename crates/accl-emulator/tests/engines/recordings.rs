@@ -39,7 +39,8 @@ fn engines_do_what_was_recorded() {
 fn what_an_emulator_writes_down_is_whole_after_it_was_interrupted_and_can_be_replayed() {
     for (comms, network) in NETWORKS {
         let port = free_ports(12);
-        let path = std::env::temp_dir().join(format!("accl-trace-{}-{comms}.jsonl", std::process::id()));
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("trace.jsonl");
         let options = format!("--ranks 3 --port {port} --comms {comms} --faithful --trace {}", path.display());
         let mut emulators = Emulators(vec![start(&words(&options))]);
         run(async {
@@ -50,7 +51,6 @@ fn what_an_emulator_writes_down_is_whole_after_it_was_interrupted_and_can_be_rep
         signal(&emulators.0[0], "INT");
         assert!(emulators.0[0].wait().unwrap().success());
         let text = fs::read_to_string(&path).unwrap();
-        fs::remove_file(&path).unwrap();
         assert!(text.ends_with('\n'));
         let mut lines = values(&text);
         assert!(lines.iter().enumerate().all(|(index, line)| line["n"] == index));

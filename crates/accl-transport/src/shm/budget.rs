@@ -127,27 +127,18 @@ fn field_kib(text: &str, name: &str) -> Option<u64> {
     field(text, name)?.checked_mul(1024)
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(accl_loom)))]
 mod tests {
     use super::*;
 
-    fn machine(files: &[(&str, &str)]) -> PathBuf {
-        let mut random = [0; 8];
-        getrandom::fill(&mut random).unwrap();
-        let root = std::env::temp_dir().join(format!("accl-budget-{:016x}", u64::from_ne_bytes(random)));
+    fn room(files: &[(&str, &str)]) -> Option<u64> {
+        let root = tempfile::tempdir().unwrap();
         for (path, text) in files {
-            let path = root.join(path);
+            let path = root.path().join(path);
             std::fs::create_dir_all(path.parent().unwrap()).unwrap();
             std::fs::write(path, text).unwrap();
         }
-        root
-    }
-
-    fn room(files: &[(&str, &str)]) -> Option<u64> {
-        let root = machine(files);
-        let room = tightest(&root).map(|(_, room)| room);
-        std::fs::remove_dir_all(root).unwrap();
-        room
+        tightest(root.path()).map(|(_, room)| room)
     }
 
     #[test]

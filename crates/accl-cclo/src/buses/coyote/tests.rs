@@ -3,6 +3,8 @@ use std::net::Ipv4Addr;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 
+use tempfile::tempdir;
+
 use super::calls::{Calls, DriverRequest, MAX_WORDS, PAGE_BYTES};
 use super::kernel::Kernel;
 use super::{CoyoteBus, QueuePair, missing};
@@ -401,21 +403,19 @@ fn a_fresh_connection_only_looks() {
 fn a_missing_card_and_the_driver_of_v2_have_different_errors() {
     let text = CoyoteBus::open(4_000_000).err().unwrap().message;
     assert!(text.starts_with("no card behind Coyote at /dev/fpga4000000: "), "{text}");
-    let devices = std::env::temp_dir().join(format!("accl-coyote-{}", std::process::id()));
-    std::fs::create_dir_all(&devices).unwrap();
+    let devices = tempdir().unwrap();
     let said = |devices: &Path| missing(devices, 0, &Kernel::open(devices, 0).err().unwrap()).message;
-    assert!(said(&devices).ends_with("; load the driver of Coyote v1 and a shell with an engine"));
-    std::fs::write(devices.join("coyote_fpga_0_v0"), "").unwrap();
-    assert!(said(&devices).ends_with("is not supported; load the driver of Coyote v1"));
+    assert!(said(devices.path()).ends_with("; load the driver of Coyote v1 and a shell with an engine"));
+    std::fs::write(devices.path().join("coyote_fpga_0_v0"), "").unwrap();
+    assert!(said(devices.path()).ends_with("is not supported; load the driver of Coyote v1"));
 }
 
 /// An ordinary file can be opened and mapped, but it refuses requests, so it is reported as no device.
 #[test]
 fn what_is_no_device_is_refused() {
-    let devices = std::env::temp_dir().join(format!("accl-no-coyote-{}", std::process::id()));
-    std::fs::create_dir_all(&devices).unwrap();
-    std::fs::write(devices.join("fpga0"), vec![0; 64 << 10]).unwrap();
-    let mut kernel = Kernel::open(&devices, 0).unwrap();
+    let devices = tempdir().unwrap();
+    std::fs::write(devices.path().join("fpga0"), vec![0; 64 << 10]).unwrap();
+    let mut kernel = Kernel::open(devices.path(), 0).unwrap();
     kernel.write_word(3, 7);
     assert_eq!(kernel.read_word(3), 7);
     let again = kernel.again().unwrap();
@@ -427,10 +427,9 @@ fn what_is_no_device_is_refused() {
 /// Tests accesses to buffers if huge pages are free, and otherwise prints that none are.
 #[test]
 fn pages_are_read_and_written_within_their_bounds() {
-    let devices = std::env::temp_dir().join(format!("accl-coyote-pages-{}", std::process::id()));
-    std::fs::create_dir_all(&devices).unwrap();
-    std::fs::write(devices.join("fpga0"), vec![0; 64 << 10]).unwrap();
-    let mut kernel = Kernel::open(&devices, 0).unwrap();
+    let devices = tempdir().unwrap();
+    std::fs::write(devices.path().join("fpga0"), vec![0; 64 << 10]).unwrap();
+    let mut kernel = Kernel::open(devices.path(), 0).unwrap();
     assert!(kernel.write_pages(0x1000, &[1]).is_err(), "no buffer is there");
     let address = match kernel.map_pages(PAGE_BYTES as usize) {
         Ok(address) => address,
@@ -465,10 +464,9 @@ fn a_region_that_another_driver_has_is_refused_before_anything_of_it_changes() {
 
 #[test]
 fn a_region_has_one_driver_until_its_file_is_closed() {
-    let devices = std::env::temp_dir().join(format!("accl-coyote-lock-{}", std::process::id()));
-    std::fs::create_dir_all(&devices).unwrap();
-    std::fs::write(devices.join("fpga0"), vec![0; 64 << 10]).unwrap();
-    let open = || Kernel::open(&devices, 0).unwrap();
+    let devices = tempdir().unwrap();
+    std::fs::write(devices.path().join("fpga0"), vec![0; 64 << 10]).unwrap();
+    let open = || Kernel::open(devices.path(), 0).unwrap();
     let (mut first, mut second) = (open(), open());
     assert!(first.claim().unwrap() && first.claim().unwrap(), "it may be asked for again");
     assert!(!second.claim().unwrap());
@@ -479,7 +477,6 @@ fn a_region_has_one_driver_until_its_file_is_closed() {
     second.keep_open();
     drop(second);
     assert!(!open().claim().unwrap(), "the card may still write to the buffers of one that is kept open");
-    std::fs::remove_dir_all(devices).unwrap();
 }
 
 #[test]

@@ -137,7 +137,7 @@ mod tests {
 
     #[test]
     fn each_rank_has_an_emulator() {
-        let path = std::env::temp_dir().join(format!("accl-ranks-{}-emulators.json", std::process::id()));
+        let path = tempfile::NamedTempFile::new().unwrap().into_temp_path();
         std::fs::write(&path, r#"{"ips": ["h0", "127.0.0.1"]}"#).unwrap();
         let ranks = path.display();
         let parsed = |text: &str| DeviceUrl::parse(text).unwrap().unwrap();
@@ -156,6 +156,5 @@ mod tests {
         assert_eq!(peers, [("127.0.0.1".to_owned(), 5500, 0), ("127.0.0.1".to_owned(), 5501, 1)]);
         let other = parsed(&format!("emulator://@{ranks}")).settings(0, 3).unwrap_err().message;
         assert_eq!(other, format!("the ranks file {ranks} names 2 ranks, but there are 3"));
-        std::fs::remove_file(&path).unwrap();
     }
 }

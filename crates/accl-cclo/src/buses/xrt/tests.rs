@@ -2,6 +2,8 @@ use std::fmt::Write;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use tempfile::TempDir;
+
 use super::library::SYMBOLS;
 use super::{COMPLETED, HOST_ONLY, UNDER_WAY, XrtBus, XrtPlace, place_of};
 use crate::bus::{Bus, Memory};
@@ -13,17 +15,15 @@ const ENGINE: &str = "ccl_offload:{ccl_offload_0}";
 const HOSTCTRL: &str = "hostctrl:{hostctrl_0_0}";
 
 /// Folder of a test, removed when dropped.
-struct Folder(PathBuf);
+struct Folder(TempDir);
 
 impl Folder {
-    fn new(name: &str) -> Self {
-        let path = std::env::temp_dir().join(format!("accl-xrt-{}-{name}", std::process::id()));
-        std::fs::create_dir_all(&path).unwrap();
-        Self(path)
+    fn new() -> Self {
+        Self(TempDir::new().unwrap())
     }
 
     fn file(&self, name: &str, text: &str) -> PathBuf {
-        let path = self.0.join(name);
+        let path = self.0.path().join(name);
         std::fs::write(&path, text).unwrap();
         path
     }
@@ -38,7 +38,7 @@ impl Folder {
 
     /// Builds the replacement for XRT's library.
     fn stand_in(&self) -> PathBuf {
-        let (library, log) = (self.0.join("stand_in.so"), self.file("log", ""));
+        let (library, log) = (self.0.path().join("stand_in.so"), self.file("log", ""));
         let log = format!("-DLOG=\"{}\"", log.display());
         let output = ["-shared", "-fPIC", "-o", library.to_str().unwrap(), &log];
         self.compile(include_str!("stand_in.c"), &output).unwrap();
@@ -47,16 +47,10 @@ impl Folder {
 
     /// Returns the calls that the library has logged since the last look.
     fn taken(&self) -> Vec<String> {
-        let log = self.0.join("log");
+        let log = self.0.path().join("log");
         let text = std::fs::read_to_string(&log).unwrap();
         std::fs::write(&log, "").unwrap();
         text.lines().map(str::to_owned).collect()
-    }
-}
-
-impl Drop for Folder {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.0);
     }
 }
 
@@ -70,7 +64,7 @@ fn refusal(library: &Path, place: XrtPlace) -> String {
 
 #[test]
 fn each_call_of_the_library_is_the_one_that_the_reference_has() {
-    let folder = Folder::new("calls");
+    let folder = Folder::new();
     let (library, xclbin) = (folder.stand_in(), folder.file("a.xclbin", ""));
     let mut bus = XrtBus::open_with(&library, place(0, &xclbin)).unwrap_or_else(|(_, error)| panic!("{error}"));
     assert_eq!(
@@ -171,7 +165,7 @@ fn each_call_of_the_library_is_the_one_that_the_reference_has() {
 
 #[test]
 fn what_a_card_may_still_write_to_is_not_given_back() {
-    let folder = Folder::new("busy");
+    let folder = Folder::new();
     let (library, xclbin) = (folder.stand_in(), folder.file("a.xclbin", ""));
     let mut bus = XrtBus::open_with(&library, place(0, &xclbin)).unwrap_or_else(|(_, error)| panic!("{error}"));
     bus.allocate(Memory::Device, 1).unwrap();
@@ -186,7 +180,7 @@ fn what_a_card_may_still_write_to_is_not_given_back() {
 
 #[test]
 fn a_card_that_cannot_be_opened_is_reported_in_a_sentence() {
-    let folder = Folder::new("refused");
+    let folder = Folder::new();
     let (library, xclbin) = (folder.stand_in(), folder.file("a.xclbin", ""));
     let shown = xclbin.display();
     let text = refusal(&library, place(0, Path::new("/nowhere/a.xclbin")));
@@ -207,10 +201,10 @@ fn a_card_that_cannot_be_opened_is_reported_in_a_sentence() {
     refusal(&library, XrtPlace { hostctrl: "h", ..place(0, &xclbin) });
     let closed = folder.taken();
     assert_eq!(closed[closed.len() - 2..], ["close engine", "close device"], "what was opened is closed");
-    let text = refusal(&folder.0.join("none.so"), place(0, &xclbin));
+    let text = refusal(&folder.0.path().join("none.so"), place(0, &xclbin));
     assert!(text.starts_with("card 0 behind XRT needs XRT, whose library cannot be opened: "), "{text}");
     assert!(text.ends_with("; install it (Debian: libxrt1), or source its setup.sh"), "{text}");
-    let empty = folder.0.join("libxrt_coreutil.so.2.99.1");
+    let empty = folder.0.path().join("libxrt_coreutil.so.2.99.1");
     folder.compile("int nothing;", &["-shared", "-fPIC", "-o", empty.to_str().unwrap()]).unwrap();
     assert_eq!(
         refusal(&empty, place(0, &xclbin)),
@@ -222,7 +216,7 @@ fn a_card_that_cannot_be_opened_is_reported_in_a_sentence() {
 #[test]
 fn a_card_that_another_process_has_is_said_to_be_in_use() {
     // The replacement library looks for `taken` in the whole path of a bitstream.
-    let folder = Folder::new("in-use");
+    let folder = Folder::new();
     let (library, xclbin) = (folder.stand_in(), folder.file("a.xclbin", ""));
     let text = refusal(&library, XrtPlace { engine: "taken", ..place(0, &xclbin) });
     assert!(
@@ -250,14 +244,15 @@ fn debian(folder: &Folder) -> Result<PathBuf, String> {
     }
     let run = |program: &str, arguments: &[&str]| {
         // A slow mirror must not block the test.
-        let output = Command::new("timeout").arg("60").arg(program).args(arguments).current_dir(&folder.0).output();
+        let output =
+            Command::new("timeout").arg("60").arg(program).args(arguments).current_dir(folder.0.path()).output();
         let output = output.map_err(|error| format!("{program}: {error}"))?;
         let said = String::from_utf8_lossy(&output.stderr).trim().replace('\n', "; ");
         if output.status.success() { Ok(()) } else { Err(format!("{program} {}: {said}", arguments.join(" "))) }
     };
     run("apt-get", &["download", "libxrt-dev", "libxrt1", "uuid-dev"])?;
-    let root = folder.0.join("root");
-    for entry in std::fs::read_dir(&folder.0).unwrap().flatten() {
+    let root = folder.0.path().join("root");
+    for entry in std::fs::read_dir(folder.0.path()).unwrap().flatten() {
         if entry.path().extension().is_some_and(|extension| extension == "deb") {
             run("dpkg", &["-x", entry.path().to_str().unwrap(), root.to_str().unwrap()])?;
         }
@@ -296,7 +291,7 @@ fn prototypes(extra: &str) -> String {
 
 #[test]
 fn prototypes_are_those_of_the_headers_and_debians_library_knows_no_card() {
-    let folder = Folder::new("debian");
+    let folder = Folder::new();
     let root = match debian(&folder) {
         Ok(root) => root,
         Err(why) => return println!("skipped: no libxrt-dev of Debian's: {why}"),
@@ -317,7 +312,7 @@ fn prototypes_are_those_of_the_headers_and_debians_library_knows_no_card() {
 
 #[test]
 fn a_card_that_may_still_write_to_its_buffers_keeps_them() {
-    let folder = Folder::new("keeps");
+    let folder = Folder::new();
     let (library, xclbin) = (folder.stand_in(), folder.file("a.xclbin", ""));
     let mut bus = XrtBus::open_with(&library, place(0, &xclbin)).unwrap_or_else(|(_, error)| panic!("{error}"));
     bus.allocate(Memory::Device, 4096).unwrap();
