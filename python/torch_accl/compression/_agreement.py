@@ -62,7 +62,7 @@ class Progress:
         rank: rank in the group of its state.
         step: step of the call that is about to be issued.
         version: format version of the loaded state; 0 if nothing was loaded.
-        residual_rank: rank whose residuals were loaded; None if there are none, or if the rank is not known.
+        residual_rank: rank whose residuals were loaded; None if there are none.
         residual_step: step of these residuals, or None.
     """
 

@@ -20,7 +20,6 @@ from ._settings import Codec
 
 __all__ = ["VERSION", "Saved"]
 
-# The first format has no version: dicts of the residuals of one rank, without the number of that rank.
 VERSION = 2
 
 Residuals = dict[str, torch.Tensor]
@@ -39,7 +38,7 @@ class Saved:
         scale: scale of the gradient scaler; None if there was none.
         residuals: a rank's residuals of contributions, by name.
         residuals_of_sums: a rank's residuals of sums, by name.
-        rank: the rank that these residuals belong to; None if it is not known, or if there are no residuals.
+        rank: the rank that these residuals belong to; None if there are no residuals.
         carried_at: the step of the residuals; None like `rank`. Pickled states have this name.
         version: version of the format.
     """
@@ -76,38 +75,30 @@ class Saved:
         """Returns the saved state for rank `rank`.
 
         Raises:
-            ValueError: the format is newer, or a codec in it does not exist.
+            ValueError: the format is another one, or a codec in it does not exist.
         """
-        version = saved.get("version", 1)
-        if version > VERSION:
+        version = saved.get("version")
+        if version != VERSION:
             raise ValueError(
-                f"compression: the state was saved in version {version}; this version of torch_accl supports up to "
+                f"compression: the state was saved in version {version}; this version of torch_accl supports version "
                 f"{VERSION}"
             )
-        if version == 1:
-            loaded = (None, None, saved["losses"].items(), saved["losses_of_sums"].items())
-        else:
-            # A state that another rank saved for itself lacks this key. The number in its row then shows the other rank.
-            rows = saved["residuals"]
-            loaded = rows.get(f"rank {rank}") or next(iter(rows.values()), (None, None, (), ()))
+        # A state that another rank saved for itself lacks this key. The number in its row then shows the other rank.
+        rows = saved["residuals"]
+        loaded = rows.get(f"rank {rank}") or next(iter(rows.values()), (None, None, (), ()))
         of_rank, carried_at, residuals, residuals_of_sums = loaded
         return cls(
             world=saved["world"],
             step=saved["step"],
             calls=dict(saved["calls"]),
-            decided={name: None if codec is None else _known(*codec) for name, codec in _items(saved["decided"])},
-            choices={name: _known_choice(choice) for name, choice in _items(saved["choices"])},
-            scale=saved.get("scale"),
+            decided={name: None if codec is None else _known(*codec) for name, codec in saved["decided"]},
+            choices={name: _known_choice(choice) for name, choice in saved["choices"]},
+            scale=saved["scale"],
             residuals=_as_written_to(residuals),
             residuals_of_sums=_as_written_to(residuals_of_sums),
             rank=of_rank if residuals else None,
             carried_at=carried_at if residuals else None,
-            version=version,
         )
-
-
-def _items(rows: Any) -> Any:
-    return rows.items() if isinstance(rows, Mapping) else rows
 
 
 def _known(*codecs: str) -> Any:

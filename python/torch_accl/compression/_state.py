@@ -250,7 +250,7 @@ class CompressionState(OfGroup):
         All ranks must load one, or none. At the next gradients they compare which rank each dict is from, and the steps.
 
         Raises:
-            ValueError: the dict is of a newer version of torch_accl.
+            ValueError: the dict is of a version of torch_accl with another format.
         """
         read = Saved.read(saved, self.process_group.rank())
         self.step, self._calls = read.step, read.calls
@@ -557,10 +557,6 @@ class CompressionState(OfGroup):
             sums.append(of_sum)
         part.addresses = [row[block] for block in range(blocks) for row in rows], sums
         part.residuals = tuple(kept)
-
-
-# Former name of the class. Old pickles may refer to it.
-State = CompressionState
 
 
 # Figures of a parameter: measurements, bytes of its compressed gradients before and after compression, and their elements.
