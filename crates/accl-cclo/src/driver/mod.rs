@@ -1,15 +1,13 @@
 //! Driver of a device, which runs one call at a time.
 //!
 //! Owns the order of calls, and the error report for a call that does not end. Setting a device up and releasing it is in `set_up`. Other modules
-//! decide which calls a collective becomes. The caller supplies the time: [`Driver::start`] and [`Driver::poll`] use no clock, and posted calls have
-//! a deadline. Read [`Driver::start`] first.
+//! decide which calls a collective becomes, and keep the time: a driver uses no clock. Read [`Driver::start`] first.
 
 mod claim;
 mod diagnosis;
 mod elements;
 mod inspect;
 mod pauses;
-mod queue;
 mod refusals;
 mod set_up;
 #[cfg(test)]
@@ -21,21 +19,21 @@ pub use diagnosis::Diagnosis;
 pub use elements::Elements;
 pub use inspect::{Picture, reset};
 pub use pauses::Pauses;
-pub use queue::{Finished, RequestId};
 
-use std::time::Duration;
-
-use accl_types::{Error, ErrorKind, Moment, Result};
+use accl_types::{Error, ErrorKind, Result};
 
 use crate::bus::Bus;
 use crate::call::{Counts, Descriptor, Hosts, Operation};
 use crate::memory_map::{self as map, ArithmeticConfig, DataType, HardwareId};
 use crate::return_code::ReturnCode;
 use crate::settings::{Ranks, Tables};
-use queue::{CallState, Queue};
 
-/// Time limit for reading from a device why a call does not end.
-const DIAGNOSIS_TIME: Duration = Duration::from_millis(800);
+/// Result of a call that has ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Finished {
+    /// Duration in nanoseconds, as counted by the device.
+    pub nanos: u64,
+}
 
 /// A device that is set up.
 pub struct Driver<B: Bus> {
@@ -44,8 +42,6 @@ pub struct Driver<B: Bus> {
     hardware_id: HardwareId,
     tables: Tables,
     running: Option<Descriptor>,
-    /// Posted calls; the first is the one that runs.
-    queue: Queue,
     /// Whether the device lets packets of other engines in, or has been asked to.
     takes_packets: bool,
     /// Error after which the device takes no more calls.
@@ -75,24 +71,6 @@ impl<B: Bus> Driver<B> {
         &mut self.bus
     }
 
-    /// Adds a communicator of some of the ranks, in the given order. Returns its offset in exchange memory, by which calls name it.
-    ///
-    /// Each communicator has an offset of its own and is never freed, because firmware caches parts of communicators by address. Calls on two
-    /// communicators must not overlap, because messages do not say which communicator they belong to.
-    ///
-    /// # Errors
-    /// `members` is empty, names an unknown or repeated rank or lacks this rank; exchange memory is full; or the device is dead or cannot be reached.
-    /// If it cannot be reached, the device is dead from then on.
-    pub fn add_communicator(&mut self, members: &[u32]) -> Result<u32> {
-        if let Some(dead) = &self.dead {
-            return Err(dead.clone());
-        }
-        let communicator = self.settings.communicator_of(members)?;
-        let region = self.tables.add_communicator(&communicator)?;
-        let written = self.write_words(region.offset, &communicator.to_words());
-        written.map(|()| region.offset).map_err(|error| self.kill(error))
-    }
-
     /// Returns a descriptor for a call on elements of type `dtype`, which are sent as `on_wire`. The caller fills in addresses and other fields.
     ///
     /// # Errors
@@ -117,7 +95,7 @@ impl<B: Bus> Driver<B> {
         })?;
         Ok(Descriptor {
             count,
-            communicator: self.tables.ranks().region.offset,
+            communicator: self.tables.ranks.region.offset,
             arithmetic,
             compression,
             hosts: Hosts::all(self.settings.memory.is_host()),
@@ -128,13 +106,13 @@ impl<B: Bus> Driver<B> {
     /// Starts a call. Only one call runs at a time.
     ///
     /// # Errors
-    /// Firmware would hang on the call or do something else; another call runs or is posted; packets are not let in; or the device is dead or cannot
+    /// Firmware would hang on the call or do something else; another call runs; packets are not let in; or the device is dead or cannot
     /// be reached. If it cannot be reached, the device is dead from then on.
     pub fn start(&mut self, call: &Descriptor) -> Result<()> {
         if let Some(dead) = &self.dead {
             return Err(dead.clone());
         }
-        if let Some(running) = self.running.or_else(|| self.queue.first().map(|first| first.call)) {
+        if let Some(running) = self.running {
             return Err(Error::internal(format!("`{call}` was started while `{running}` runs")));
         }
         self.check(call)?;
@@ -214,81 +192,6 @@ impl<B: Bus> Driver<B> {
         }
     }
 
-    /// Queues a call. The call starts when all calls posted before it have ended, and must end before `deadline`.
-    ///
-    /// If a call fails or misses its deadline, the device is dead and no later call starts. Other ranks would wait for the failed call. Posted calls
-    /// make progress only while the caller polls any of them with [`Driver::poll_request`].
-    ///
-    /// # Errors
-    /// Same as [`Driver::start`], except that calls may be posted already.
-    pub fn post(&mut self, call: Descriptor, deadline: Moment) -> Result<RequestId> {
-        if let Some(dead) = &self.dead {
-            return Err(dead.clone());
-        }
-        if let Some(running) = self.running.filter(|_| self.queue.first().is_none()) {
-            return Err(Error::internal(format!("`{call}` was posted while `{running}`, which was not posted, runs")));
-        }
-        self.check(&call)?;
-        Ok(self.queue.post(call, deadline))
-    }
-
-    /// Same as [`Driver::post`], for a call that depends on an earlier one. Calls run in the order in which they were posted, so this only checks
-    /// that `after` was posted here.
-    ///
-    /// # Errors
-    /// Same as [`Driver::post`]; or `after` was never posted.
-    pub fn post_after(&mut self, after: RequestId, call: Descriptor, deadline: Moment) -> Result<RequestId> {
-        if !self.queue.has_seen(after) {
-            return Err(Error::internal(format!("`{call}` was posted after a request that was not posted here")));
-        }
-        self.post(call, deadline)
-    }
-
-    /// Polls a posted call; its end is reported once. Also finishes the running call and starts the next one. The clock is read again while the
-    /// device is asked why a call does not end.
-    ///
-    /// # Errors
-    /// Same as [`Driver::poll`]; a call has missed its deadline, and the message says what the device waits for; or the end of the call was reported
-    /// before.
-    pub fn poll_request(&mut self, id: RequestId, mut clock: impl FnMut() -> Moment) -> Result<Option<Finished>> {
-        let progress = self.make_progress(&mut clock);
-        match self.queue.take(id) {
-            CallState::Ended(finished) => Ok(Some(finished)),
-            CallState::Waits => progress.map(|()| None),
-            CallState::Unknown => {
-                Err(Error::internal("polled a request whose end was reported before, or that was not posted here"))
-            }
-        }
-    }
-
-    fn make_progress(&mut self, clock: &mut impl FnMut() -> Moment) -> Result<()> {
-        if let Some(dead) = &self.dead {
-            return Err(dead.clone());
-        }
-        while let Some(first) = self.queue.first() {
-            if self.running.is_none() {
-                if first.deadline <= clock() {
-                    break;
-                }
-                self.start_unrefused(&first.call)?;
-            }
-            match self.poll()? {
-                Some(finished) => self.queue.finish(finished),
-                None => break,
-            }
-        }
-        let now = clock();
-        let Some(overdue) = self.queue.overdue(now) else { return Ok(()) };
-        let why = match self.running {
-            Some(_) if self.queue.first().is_some_and(|first| first.id == overdue.id) => {
-                "has not ended before its deadline".to_owned()
-            }
-            Some(_) => format!("has delayed `{}` past its deadline", overdue.call),
-            None => format!("(`{}`) was not polled before its deadline", overdue.call),
-        };
-        Err(self.give_up(&why, || clock() < now + DIAGNOSIS_TIME))
-    }
-
     fn look(&mut self, call: &Descriptor) -> Result<Option<(ReturnCode, Finished)>> {
         if !self.bus.poll()? {
             return Ok(None);
@@ -309,8 +212,7 @@ impl<B: Bus> Driver<B> {
     pub fn give_up(&mut self, why: &str, go_on: impl FnMut() -> bool) -> Error {
         let call = self.running.map_or_else(|| "a call".to_owned(), |call| format!("`{call}`"));
         let rx_buffers = self.tables.rx_buffers;
-        let ranks =
-            self.running.and_then(|call| self.tables.ranks_at(call.communicator)).unwrap_or(self.tables.ranks());
+        let ranks = self.running.and_then(|call| self.tables.ranks_at(call.communicator)).unwrap_or(self.tables.ranks);
         let root = self.running.filter(|call| call.operation.row().has_root).map(|call| call.root);
         let seen =
             self.bus.reconnect().and_then(|mut over| Diagnosis::read(&mut *over, rx_buffers, ranks, root, go_on));

@@ -11,7 +11,6 @@ use super::Driver;
 use super::claim::claim;
 use super::inspect::{self, RESET_PATIENCE, await_reset, held};
 use super::pauses::Pauses;
-use super::queue::Queue;
 use crate::bus::{Bus, Memory};
 use crate::call::{ConfigFunction, Descriptor};
 use crate::control::About;
@@ -66,9 +65,7 @@ impl<B: Bus> Driver<B> {
         }
         let tables = Tables::lay_out(&settings)?;
         claim(&mut bus, &mut go_on)?;
-        let queue = Queue::default();
-        let mut driver =
-            Self { bus, settings, hardware_id, tables, running: None, queue, takes_packets: false, dead: None };
+        let mut driver = Self { bus, settings, hardware_id, tables, running: None, takes_packets: false, dead: None };
         driver.write_all(&mut go_on)?;
         Ok(driver)
     }
@@ -91,7 +88,7 @@ impl<B: Bus> Driver<B> {
             self.bus.write_register(high.offset, (spare >> 32) as u32)?;
         }
         let communicator = self.settings.communicator();
-        self.write_words(self.tables.ranks().region.offset, &communicator.to_words())?;
+        self.write_words(self.tables.ranks.region.offset, &communicator.to_words())?;
         for (config, region) in self.tables.configs.clone() {
             self.write_words(region.offset, &config.to_words())?;
         }
@@ -126,8 +123,7 @@ impl<B: Bus> Driver<B> {
     }
 
     fn configure(&mut self, function: ConfigFunction, value: u32, go_on: &mut impl FnMut() -> bool) -> Result<()> {
-        let call =
-            Descriptor { communicator: self.tables.ranks().region.offset, ..Descriptor::config(function, value) };
+        let call = Descriptor { communicator: self.tables.ranks.region.offset, ..Descriptor::config(function, value) };
         self.start_unrefused(&call)?;
         let (begin, mut pauses) = (Instant::now(), Pauses::default());
         while self.poll()?.is_none() {

@@ -92,29 +92,6 @@ impl Settings {
         Communicator { local: self.rank, ranks: self.peers.iter().map(entry).collect() }
     }
 
-    /// Returns the communicator of some of the ranks, in this order.
-    ///
-    /// # Errors
-    /// A rank is unknown or repeated, or this rank is missing.
-    pub fn communicator_of(&self, members: &[u32]) -> Result<Communicator> {
-        let refused = |text: String| Err(Error::new(ErrorKind::InvalidArgument, text));
-        let Communicator { ranks, .. } = self.communicator();
-        let mut chosen = Vec::with_capacity(members.len());
-        for (index, member) in members.iter().enumerate() {
-            if members[..index].contains(member) {
-                return refused(format!("rank {member} is given twice for a communicator"));
-            }
-            let Some(entry) = ranks.get(*member as usize) else {
-                return refused(format!("rank {member} is not among the {} ranks of the device", self.world()));
-            };
-            chosen.push(*entry);
-        }
-        match members.iter().position(|member| *member == self.rank) {
-            Some(local) => Ok(Communicator { local: local as u32, ranks: chosen }),
-            None => refused(format!("rank {} is not among the {} ranks of its communicator", self.rank, members.len())),
-        }
-    }
-
     /// Checks that firmware accepts the settings.
     ///
     /// # Errors

@@ -25,14 +25,13 @@ impl Ranks {
     }
 }
 
-/// Positions of a device's tables, and the space left after them.
+/// Positions of a device's tables.
 #[derive(Clone, Debug)]
 pub(crate) struct Tables {
     pub(crate) rx_buffers: TableRegion,
     pub(crate) configs: Vec<(ArithmeticConfig, TableRegion)>,
-    /// All communicators; the first is the communicator of all ranks.
-    communicators: Vec<Ranks>,
-    allocator: TableAllocator,
+    /// The communicator of all ranks.
+    pub(crate) ranks: Ranks,
 }
 
 impl Tables {
@@ -59,38 +58,13 @@ impl Tables {
                 ),
             )
         })?;
-        let communicators = vec![Ranks { region: communicator, count: settings.world(), local: settings.rank }];
-        Ok(Self { rx_buffers, configs, communicators, allocator })
+        let ranks = Ranks { region: communicator, count: settings.world(), local: settings.rank };
+        Ok(Self { rx_buffers, configs, ranks })
     }
 
-    /// Returns the communicator at this offset.
+    /// Returns the communicator at this offset, or `None`.
     pub(crate) fn ranks_at(&self, offset: u32) -> Option<Ranks> {
-        self.communicators.iter().copied().find(|ranks| ranks.region.offset == offset)
-    }
-
-    /// Returns the communicator of all ranks.
-    pub(crate) fn ranks(&self) -> Ranks {
-        // The communicator of all ranks is laid out before any other.
-        self.communicators[0]
-    }
-
-    /// Allocates the region of one more communicator. The region is never freed, because firmware caches parts of communicators by address.
-    ///
-    /// # Errors
-    /// The communicator does not fit.
-    pub(crate) fn add_communicator(&mut self, communicator: &Communicator) -> Result<TableRegion> {
-        let ranks = communicator.ranks.len();
-        let region = self.allocator.take(Communicator::word_count(ranks)).map_err(|NoRoom { needs, left }| {
-            Error::new(
-                ErrorKind::Exhausted,
-                format!(
-                    "a communicator of {ranks} ranks does not fit into the exchange memory of a device: {needs} bytes are needed, and \
-                     {left} are left; this memory is never freed, so set the device up again with fewer rx buffers"
-                ),
-            )
-        })?;
-        self.communicators.push(Ranks { region, count: ranks as u32, local: communicator.local });
-        Ok(region)
+        Some(self.ranks).filter(|ranks| ranks.region.offset == offset)
     }
 }
 

@@ -52,7 +52,7 @@ fn expected(operation: Operation, ranks: u32, rank: u32, root: u32) -> Option<Ve
 }
 
 /// Runs an operation on all ranks and checks every result.
-fn run(drivers: &mut [Driver<Box<dyn Bus>>], operation: Operation, root: u32, communicator: Option<&[u32]>) {
+fn run(drivers: &mut [Driver<Box<dyn Bus>>], operation: Operation, root: u32) {
     let ranks = drivers.len() as u32;
     let mut results = Vec::new();
     for (rank, driver) in (0..).zip(&mut *drivers) {
@@ -66,9 +66,6 @@ fn run(drivers: &mut [Driver<Box<dyn Bus>>], operation: Operation, root: u32, co
         let mut call = Descriptor { root, function, first, second, result, ..call };
         if operation == Operation::Broadcast {
             call.result = first;
-        }
-        if let Some(communicators) = communicator {
-            call.communicator = communicators[rank as usize];
         }
         if operation == Operation::Recv && rank == root {
             call = Descriptor { operation: Operation::Nop, hosts: Hosts::default(), ..call };
@@ -103,16 +100,16 @@ fn each_operation_is_done_over_each_network() {
                 Operation::ReduceScatter,
                 Operation::Nop,
             ] {
-                run(&mut drivers, operation, 0, None);
+                run(&mut drivers, operation, 0);
             }
             for root in 0..3 {
                 for operation in [Operation::Broadcast, Operation::Scatter, Operation::Gather, Operation::Reduce] {
-                    run(&mut drivers, operation, root, None);
+                    run(&mut drivers, operation, root);
                 }
             }
             if design == "cyt_rdma" {
-                run(&mut drivers, Operation::AllToAll, 0, None);
-                run(&mut drivers, Operation::Barrier, 0, None);
+                run(&mut drivers, Operation::AllToAll, 0);
+                run(&mut drivers, Operation::Barrier, 0);
             }
         }
     }
@@ -142,32 +139,6 @@ fn a_send_meets_its_receive() {
         drivers[1].bus().read_memory(Memory::Device, result, &mut seen).unwrap();
         assert!(seen == data, "{design}");
     }
-}
-
-#[test]
-fn a_communicator_of_some_ranks_lies_at_an_address_of_its_own() {
-    let port = free_ports(12);
-    let _emulators = Emulators(vec![start(&format!("--ranks 3 --port {port} --comms udp"))]);
-    let mut drivers = opened(&url(&format!("emulator://127.0.0.1:{port}?design=udp&eager=4KiB&rx_buffers=16")), 3);
-    let refused = |result: accl_types::Result<u32>| result.unwrap_err().message;
-    assert_eq!(refused(drivers[0].add_communicator(&[1, 2])), "rank 0 is not among the 2 ranks of its communicator");
-    assert_eq!(refused(drivers[0].add_communicator(&[0, 3])), "rank 3 is not among the 3 ranks of the device");
-    assert_eq!(refused(drivers[0].add_communicator(&[0, 0])), "rank 0 is given twice for a communicator");
-    let mut two = drivers.split_off(1);
-    let places: Vec<u32> = two.iter_mut().map(|driver| driver.add_communicator(&[1, 2]).unwrap()).collect();
-    run_pair(&mut two, &places);
-    let first = two[0].add_communicator(&[1, 2]).unwrap();
-    assert!(first > places[0], "nothing is written over");
-    let full = (0..).find_map(|_| two[0].add_communicator(&[1, 2]).err()).unwrap().message;
-    assert!(
-        full.starts_with("a communicator of 2 ranks does not fit into the exchange memory of a device: 56 bytes"),
-        "{full}"
-    );
-}
-
-/// Runs an all_reduce of two ranks on a communicator of their own.
-fn run_pair(drivers: &mut [Driver<Box<dyn Bus>>], communicators: &[u32]) {
-    run(drivers, Operation::AllReduce, 0, Some(communicators));
 }
 
 #[test]
@@ -321,7 +292,7 @@ fn the_next_job_has_the_emulators_of_one_that_was_killed_in_the_middle_of_a_call
     let _emulators = Emulators(vec![start(&format!("--ranks 2 --port {port} --comms udp"))]);
     let url = url(&format!("emulator://127.0.0.1:{port}?design=udp"));
     drop(opened_after_a_call_without_end(&url).unwrap());
-    run(&mut opened(&url, 2), Operation::AllReduce, 0, None);
+    run(&mut opened(&url, 2), Operation::AllReduce, 0);
 }
 
 /// Opens a driver of rank 0, after a driver whose call waits for a rank that never starts the call.
@@ -341,7 +312,7 @@ fn a_second_driver_of_emulators_in_use_is_refused_and_the_first_continues() {
     let _emulators = Emulators(vec![start(&format!("--ranks 2 --port {port} --comms udp"))]);
     let url = url(&format!("emulator://127.0.0.1:{port}?design=udp"));
     let mut first = opened(&url, 2);
-    run(&mut first, Operation::AllReduce, 0, None);
+    run(&mut first, Operation::AllReduce, 0);
     let second = |rank| {
         let bus = buses::open(&url, rank).unwrap();
         Driver::open(bus, url.settings(rank, 2).unwrap(), || true).err().map(|error| error.message)
@@ -357,9 +328,9 @@ fn a_second_driver_of_emulators_in_use_is_refused_and_the_first_continues() {
         let mut looks = buses::open(&url, rank).unwrap();
         assert!(!looks.about().unwrap().unwrap().owner.is_empty(), "a second connection may read");
     }
-    run(&mut first, Operation::AllReduce, 0, None);
+    run(&mut first, Operation::AllReduce, 0);
     drop(first);
-    run(&mut opened(&url, 2), Operation::AllReduce, 0, None);
+    run(&mut opened(&url, 2), Operation::AllReduce, 0);
 }
 
 #[test]
@@ -382,7 +353,7 @@ fn an_emulator_whose_driver_was_killed_is_there_for_the_next() {
     signal_to(owner.id(), "KILL");
     owner.wait().unwrap();
     drop(looks);
-    run(&mut opened(&url, 1), Operation::Copy, 0, None);
+    run(&mut opened(&url, 1), Operation::Copy, 0);
 }
 
 #[test]
@@ -395,7 +366,7 @@ fn a_reset_takes_an_emulator_from_its_owner() {
     let mut second = opened(&url, 1);
     // The end of the first connection does not affect the second.
     drop(first);
-    run(&mut second, Operation::Copy, 0, None);
+    run(&mut second, Operation::Copy, 0);
     let mut third = buses::open(&url, 0).unwrap();
     assert!(third.claim().unwrap().is_some());
 }
@@ -752,7 +723,7 @@ fn a_host_without_a_claim_may_read_a_rank_but_changes_nothing() {
     assert!(other.write_register(map::IS_CONFIGURED.offset, 0).is_err());
     assert!(other.allocate(Memory::Device, 64).is_err() && other.write_memory(Memory::Device, 0, &[7]).is_err());
     assert_eq!(other.read_register(map::IS_CONFIGURED.offset), Ok(1));
-    run(&mut drivers, Operation::AllReduce, 0, None);
+    run(&mut drivers, Operation::AllReduce, 0);
     // The end of the owner's call is not reported to another host that polls.
     let call = drivers[0].call(Operation::Nop, DataType::I32, DataType::I32, 0).unwrap();
     drivers[0].start(&call).unwrap();

@@ -3,7 +3,7 @@
 //! They form one program, since linking takes longer than most of the tests. Under nextest each test runs in its own process.
 
 mod bus;
-mod bus_queue;
+mod bus_calls;
 mod driver;
 mod garbage;
 mod hazards;

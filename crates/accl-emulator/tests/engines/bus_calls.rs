@@ -1,17 +1,12 @@
-//! Tests of calls that are posted to a driver, on a clock that the test sets, and of calls whose element types differ between buffers.
-
-use std::time::Duration;
+//! Tests of single calls: one at a time, with element types that differ between buffers, and with kernel streams.
 
 use crate::support::local::{open, settings};
 use accl_cclo::bus::{Bus, Memory};
 use accl_cclo::call::{Descriptor, Operation, Streams};
-use accl_cclo::driver::{Driver, Elements, Finished, RequestId};
+use accl_cclo::driver::{Driver, Elements};
 use accl_cclo::memory_map::{DataType, Network};
 use accl_emulator::local::{LocalBus, LocalEngines};
 use accl_emulator::{Engine, Faithful};
-use accl_types::{Moment, Result};
-
-const LATER: Moment = Moment::from_nanos(1_000_000);
 
 fn drivers(network: Network, ranks: u32) -> Vec<Driver<LocalBus>> {
     let world = LocalEngines::new(network, Faithful::all(), ranks);
@@ -30,101 +25,15 @@ fn seen(driver: &mut Driver<LocalBus>, at: u64, bytes: usize) -> Vec<u8> {
     seen
 }
 
-fn poll(driver: &mut Driver<LocalBus>, id: RequestId, nanos: u64) -> Result<Option<Finished>> {
-    driver.poll_request(id, || Moment::from_nanos(nanos))
-}
-
-fn copy(driver: &mut Driver<LocalBus>, first: u64, result: u64) -> Descriptor {
+#[test]
+fn a_call_is_refused_while_another_one_runs() {
+    let driver = &mut drivers(Network::Udp, 1)[0];
+    let place = buffer(driver, b"abcd");
     let call = driver.call(Operation::Copy, DataType::Bytes, DataType::Bytes, 4).unwrap();
-    Descriptor { first, result, ..call }
-}
-
-#[test]
-fn posted_calls_run_in_order_and_each_end_is_said_once() {
-    let driver = &mut drivers(Network::Udp, 1)[0];
-    let places = [b"abcd", b"----", b"----"].map(|data| buffer(driver, data));
-    let first = copy(driver, places[0], places[1]);
-    let second = copy(driver, places[1], places[2]);
-    let first = driver.post(first, LATER).unwrap();
-    let second = driver.post_after(first, second, LATER).unwrap();
-    assert!(poll(driver, second, 0).unwrap().is_some());
-    assert!(poll(driver, first, 0).unwrap().is_some());
-    assert_eq!(seen(driver, places[2], 4), b"abcd");
-    let text = poll(driver, first, 0).unwrap_err().message;
-    assert_eq!(text, "polled a request whose end was reported before, or that was not posted here");
-    let third = copy(driver, places[0], places[1]);
-    driver.start(&third).unwrap();
-    assert!(driver.poll().unwrap().is_some(), "calls can be started again once nothing is posted");
-}
-
-#[test]
-fn what_was_not_posted_cannot_be_followed() {
-    let mut drivers = drivers(Network::Udp, 2);
-    let place = buffer(&mut drivers[0], b"abcd");
-    let call = copy(&mut drivers[0], place, place);
-    let id = drivers[0].post(call, LATER).unwrap();
-    let text = drivers[1].post_after(id, call, LATER).unwrap_err().message;
-    assert!(text.ends_with("was posted after a request that was not posted here"), "{text}");
-    let text = drivers[0].start(&call).unwrap_err().message;
+    let call = Descriptor { first: place, result: place, ..call };
+    driver.start(&call).unwrap();
+    let text = driver.start(&call).unwrap_err().message;
     assert!(text.contains("was started while `copy of 4 elements"), "{text}");
-}
-
-#[test]
-fn a_posted_call_that_fails_takes_those_after_it_along() {
-    let driver = &mut drivers(Network::Udp, 1)[0];
-    let place = buffer(driver, b"abcd");
-    let good = copy(driver, place, place);
-    let bad = copy(driver, 1 << 40, place);
-    let [first, second, third] = [good, bad, good].map(|call| driver.post(call, LATER).unwrap());
-    let text = poll(driver, third, 0).unwrap_err().message;
-    assert!(text.contains("`copy of 4 elements, communicator at 0x1c8` failed: return code 0x4: "), "{text}");
-    assert!(poll(driver, first, 0).unwrap().is_some(), "what has ended well has");
-    assert_eq!(poll(driver, second, 0).unwrap_err().message, text);
-    assert_eq!(driver.post(good, LATER).unwrap_err().message, text);
-}
-
-#[test]
-fn a_posted_call_that_misses_its_deadline_says_what_the_device_waits_for() {
-    let mut drivers = drivers(Network::Udp, 2);
-    let driver = &mut drivers[1];
-    let place = buffer(driver, b"abcd");
-    let recv = driver.call(Operation::Recv, DataType::F32, DataType::F32, 1).unwrap();
-    let recv = Descriptor { root: 0, tag: 8, result: place, ..recv };
-    let copy = copy(driver, place, place);
-    let recv = driver.post(recv, LATER).unwrap();
-    let copy = driver.post(copy, LATER + Duration::from_secs(1)).unwrap();
-    assert_eq!(poll(driver, copy, 999_999), Ok(None));
-    let text = poll(driver, copy, 1_000_000).unwrap_err().message;
-    assert_eq!(
-        text,
-        "the engine of rank 1 in this process: `recv of 1 elements, rank 0, communicator at 0x1c8` has not ended before its deadline; it expects seq 0 from \
-         rank 0; its rx buffers are empty; the device takes no more calls until it is reset"
-    );
-    for id in [recv, copy] {
-        assert_eq!(poll(driver, id, 2_000_000).unwrap_err().message, text);
-    }
-}
-
-#[test]
-fn a_posted_call_that_is_kept_from_its_deadline_names_the_one_that_keeps_it() {
-    let mut drivers = drivers(Network::Udp, 2);
-    let driver = &mut drivers[1];
-    let place = buffer(driver, b"abcd");
-    let recv = driver.call(Operation::Recv, DataType::F32, DataType::F32, 1).unwrap();
-    driver.post(Descriptor { root: 0, tag: 8, result: place, ..recv }, Moment::FAR).unwrap();
-    let copy = copy(driver, place, place);
-    let copy = driver.post(copy, LATER).unwrap();
-    let mut now = 0;
-    let text = driver.poll_request(copy, || {
-        now += 300_000_000;
-        Moment::from_nanos(now)
-    });
-    let text = text.unwrap_err().message;
-    assert!(
-        text.contains("`recv of 1 elements, rank 0, communicator at 0x1c8` has delayed `copy of 4 elements"),
-        "{text}"
-    );
-    assert!(text.contains("; no time was left to read more than 2 of 16 rx buffers; "), "{text}");
 }
 
 #[test]
