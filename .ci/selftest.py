@@ -509,6 +509,13 @@ class Shim(unittest.TestCase):
     def breaches(self, code: str, name: str = "cpp_shim/a.cpp") -> str:
         return "\n".join(shim.check({name: f"// A file.\n{code}"}))
 
+    def test_one_line_more_than_the_limit_is_refused(self) -> None:
+        self.assertEqual(list(shim.check({"cpp_shim/a.cpp": "//\n" * shim.LINES})), [])
+        [problem] = shim.check({"cpp_shim/a.cpp": "//\n" * shim.LINES, "cpp_shim/b.h": "//\n"})
+        self.assertRegex(
+            problem, rf"^cpp_shim/: {shim.LINES + 1} lines, more than {shim.LINES}; move decisions into Rust"
+        )
+
     def test_each_forbidden_thing_is_found(self) -> None:
         for code in (
             'auto v = std::getenv("X");',
