@@ -39,6 +39,11 @@ Call call_of(const std::string& collective, const Tensors& inputs, const Tensors
   return call;
 }
 
+std::string text_of(const bridge::Described& described) {
+  throw_unless_ok(described.status);
+  return std::string(described.text);
+}
+
 bool same_counts(const Tensors& tensors) {
   return std::all_of(tensors.begin(), tensors.end(),
                      [&](const at::Tensor& tensor) { return tensor.numel() == tensors[0].numel(); });
@@ -73,13 +78,18 @@ void AcclBackend::record_call(const Event& event, Span& span) const {
 }
 
 void AcclBackend::record_facts(const Event& event, const Results& results, bool async_op, CallRecord& record) const {
-  Tensors outputs;
-  for (const auto& list : results.outputs().lists) outputs.insert(outputs.end(), list.begin(), list.end());
+  const Tensors outputs = flat(results.outputs().lists);
   const auto& global = options_->global_ranks_in_group;
   const int64_t first = global.empty() ? 0 : static_cast<int64_t>(global.front());
   const int64_t stride = global.size() > 1 ? static_cast<int64_t>(global[1]) - first : 1;
   const auto seq = bridge::group_next_seq(*group_->group).value;
   record.begin({seq, getGroupUid(), getGroupDesc(), rank_, size_, first, stride, event.title, async_op}, event.shapes.vec(), outputs);
+}
+
+template <class CallOptions>
+AcclBackend::WorkPtr AcclBackend::run(Call& call, const Event& event, const Results& results, const CallOptions& opts) {
+  if (opts.timeout != c10d::kUnsetTimeout) call.args.timeout_ms = opts.timeout.count();
+  return run(call, event, results, opts.asyncOp);
 }
 
 AcclBackend::WorkPtr AcclBackend::run(Call& call, const Event& event, const Results& results, bool async_op) {
@@ -171,11 +181,9 @@ void AcclBackend::begun(const c10::intrusive_ptr<AcclWork>& work, const bridge::
 AcclBackend::WorkPtr AcclBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) {
   const Check check("broadcast");
   check.root(opts.rootRank, size_, opts.rootTensor, tensors);
-  Call call(Collective::Broadcast, "broadcast");
+  Call call(Collective::Broadcast, "broadcast", opts.rootRank);
   call.outputs.block(check.single(tensors));
-  call.args.root = static_cast<uint32_t>(opts.rootRank);
-  call.timeout(opts.timeout);
-  return run(call, {OpType::BROADCAST, "accl:broadcast", tensors, {}}, tensors, opts.asyncOp);
+  return run(call, {OpType::BROADCAST, "accl:broadcast", tensors, {}}, tensors, opts);
 }
 
 AcclBackend::WorkPtr AcclBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) {
@@ -185,8 +193,7 @@ AcclBackend::WorkPtr AcclBackend::allreduce(Tensors& tensors, const c10d::Allred
   Call call(Collective::AllReduce, "all_reduce");
   call.outputs.block(check.single(tensors));
   call.reduce(opts.reduceOp);
-  call.timeout(opts.timeout);
-  return run(call, {OpType::ALLREDUCE, "accl:all_reduce", tensors, {}}, tensors, opts.asyncOp);
+  return run(call, {OpType::ALLREDUCE, "accl:all_reduce", tensors, {}}, tensors, opts);
 }
 
 AcclBackend::WorkPtr AcclBackend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts) {
@@ -201,19 +208,16 @@ AcclBackend::WorkPtr AcclBackend::allreduce_coalesced(Tensors& tensors, const c1
   call.outputs.open_block();
   for (const auto& tensor : tensors) call.outputs.piece(tensor);
   call.reduce(opts.reduceOp);
-  call.timeout(opts.timeout);
-  return run(call, {OpType::ALLREDUCE_COALESCED, "accl:all_reduce", tensors, {}}, tensors, opts.asyncOp);
+  return run(call, {OpType::ALLREDUCE_COALESCED, "accl:all_reduce", tensors, {}}, tensors, opts);
 }
 
 AcclBackend::WorkPtr AcclBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
   const Check check("reduce");
   check.root(opts.rootRank, size_, opts.rootTensor, tensors);
-  Call call(Collective::Reduce, "reduce");
+  Call call(Collective::Reduce, "reduce", opts.rootRank);
   call.outputs.block(check.single(tensors));
   call.reduce(opts.reduceOp);
-  call.args.root = static_cast<uint32_t>(opts.rootRank);
-  call.timeout(opts.timeout);
-  return run(call, {OpType::REDUCE, "accl:reduce", tensors, {}}, tensors, opts.asyncOp);
+  return run(call, {OpType::REDUCE, "accl:reduce", tensors, {}}, tensors, opts);
 }
 
 AcclBackend::WorkPtr AcclBackend::allgather(TensorLists& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) {
@@ -229,8 +233,7 @@ AcclBackend::WorkPtr AcclBackend::allgather(TensorLists& outputs, Tensors& input
   call.inputs.block(input);
   for (const auto& output : outputs[0]) call.outputs.block(output);
   call.args.equal_blocks = same_counts(outputs[0]);
-  call.timeout(opts.timeout);
-  return run(call, {OpType::ALLGATHER, "accl:all_gather", inputs, inputs}, outputs, opts.asyncOp);
+  return run(call, {OpType::ALLGATHER, "accl:all_gather", inputs, inputs}, outputs, opts);
 }
 
 AcclBackend::WorkPtr AcclBackend::_allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& opts) {
@@ -240,12 +243,8 @@ AcclBackend::WorkPtr AcclBackend::_allgather_base(at::Tensor& output, at::Tensor
              "output tensor size must be equal to world_size times input tensor size");
   Call call(Collective::AllGather, "all_gather");
   call.inputs.block(input);
-  for (int rank = 0; rank < size_; ++rank) {
-    call.outputs.open_block();
-    call.outputs.part(output, rank, size_);
-  }
-  call.timeout(opts.timeout);
-  return run(call, {OpType::_ALLGATHER_BASE, "accl:all_gather", input, input}, output, opts.asyncOp);
+  call.outputs.parts(output, size_);
+  return run(call, {OpType::_ALLGATHER_BASE, "accl:all_gather", input, input}, output, opts);
 }
 
 AcclBackend::WorkPtr AcclBackend::allgather_coalesced(TensorLists& outputs, Tensors& inputs,
@@ -265,8 +264,7 @@ AcclBackend::WorkPtr AcclBackend::allgather_coalesced(TensorLists& outputs, Tens
       call.outputs.piece(list[i]);
     }
   }
-  call.timeout(opts.timeout);
-  return run(call, {OpType::ALLGATHER_COALESCED, "accl:all_gather", inputs, inputs}, outputs, opts.asyncOp);
+  return run(call, {OpType::ALLGATHER_COALESCED, "accl:all_gather", inputs, inputs}, outputs, opts);
 }
 
 AcclBackend::WorkPtr AcclBackend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
@@ -280,19 +278,15 @@ AcclBackend::WorkPtr AcclBackend::allgather_into_tensor_coalesced(Tensors& outpu
                "output tensor size must be equal to world_size times input tensor size");
     call.inputs.piece(inputs[i]);
   }
-  for (int rank = 0; rank < size_; ++rank) {
-    call.outputs.open_block();
-    for (const auto& output : outputs) call.outputs.part(output, rank, size_);
-  }
-  call.timeout(opts.timeout);
-  return run(call, {OpType::COALESCED, "accl:all_gather", inputs, inputs}, outputs, opts.asyncOp);
+  call.outputs.parts(outputs, size_);
+  return run(call, {OpType::COALESCED, "accl:all_gather", inputs, inputs}, outputs, opts);
 }
 
 AcclBackend::WorkPtr AcclBackend::gather(TensorLists& outputs, Tensors& inputs, const c10d::GatherOptions& opts) {
   const Check check("gather");
   check.root(opts.rootRank, size_);
   const auto& input = check.single_input(inputs);
-  Call call(Collective::Gather, "gather");
+  Call call(Collective::Gather, "gather", opts.rootRank);
   call.inputs.block(input);
   if (rank_ == opts.rootRank) {
     c10d::assertGatherOutputTensorList(check.fail(), outputs, size_);
@@ -302,38 +296,31 @@ AcclBackend::WorkPtr AcclBackend::gather(TensorLists& outputs, Tensors& inputs, 
   } else {
     c10d::assertEmptyOutputTensorList(check.fail(), outputs);
   }
-  call.args.root = static_cast<uint32_t>(opts.rootRank);
-  call.timeout(opts.timeout);
-  return run(call, {OpType::GATHER, "accl:gather", inputs, inputs}, outputs, opts.asyncOp);
+  return run(call, {OpType::GATHER, "accl:gather", inputs, inputs}, outputs, opts);
 }
 
 AcclBackend::WorkPtr AcclBackend::gather_single(at::Tensor& output, at::Tensor& input, const c10d::GatherOptions& opts) {
   const Check check("gather");
   check.root(opts.rootRank, size_);
   check.memory(input);
-  Call call(Collective::Gather, "gather");
+  Call call(Collective::Gather, "gather", opts.rootRank);
   call.inputs.block(input);
   const bool is_root = rank_ == opts.rootRank;
   if (is_root) {
     check.memory(output);
     check.flat(output, input, size_, "output tensor must have the same type as input tensor",
                "output tensor size must be equal to world_size times input tensor size");
-    for (int rank = 0; rank < size_; ++rank) {
-      call.outputs.open_block();
-      call.outputs.part(output, rank, size_);
-    }
+    call.outputs.parts(output, size_);
   }
-  call.args.root = static_cast<uint32_t>(opts.rootRank);
-  call.timeout(opts.timeout);
   // On other ranks the output is an empty placeholder that the call does not write.
-  return run(call, {OpType::GATHER, "accl:gather", input, input}, is_root ? Results(output) : Results(), opts.asyncOp);
+  return run(call, {OpType::GATHER, "accl:gather", input, input}, is_root ? Results(output) : Results(), opts);
 }
 
 AcclBackend::WorkPtr AcclBackend::scatter(Tensors& outputs, TensorLists& inputs, const c10d::ScatterOptions& opts) {
   const Check check("scatter");
   check.root(opts.rootRank, size_);
   const auto& output = check.single_output(outputs);
-  Call call(Collective::Scatter, "scatter");
+  Call call(Collective::Scatter, "scatter", opts.rootRank);
   call.outputs.block(output);
   if (rank_ == opts.rootRank) {
     c10d::assertScatterInputTensorList(check.fail(), inputs, size_);
@@ -343,10 +330,8 @@ AcclBackend::WorkPtr AcclBackend::scatter(Tensors& outputs, TensorLists& inputs,
   } else {
     c10d::assertEmptyInputTensorList(check.fail(), inputs);
   }
-  call.args.root = static_cast<uint32_t>(opts.rootRank);
-  call.timeout(opts.timeout);
   const Tensors sent = flat(inputs);
-  return run(call, {OpType::SCATTER, "accl:scatter", sent, sent}, outputs, opts.asyncOp);
+  return run(call, {OpType::SCATTER, "accl:scatter", sent, sent}, outputs, opts);
 }
 
 AcclBackend::WorkPtr AcclBackend::reduce_scatter(Tensors& outputs, TensorLists& inputs,
@@ -362,8 +347,7 @@ AcclBackend::WorkPtr AcclBackend::reduce_scatter(Tensors& outputs, TensorLists& 
   call.outputs.block(output);
   call.args.equal_blocks = same_counts(inputs[0]);
   call.reduce(opts.reduceOp);
-  call.timeout(opts.timeout);
-  return run(call, {OpType::REDUCE_SCATTER, "accl:reduce_scatter", inputs[0], inputs[0]}, outputs, opts.asyncOp);
+  return run(call, {OpType::REDUCE_SCATTER, "accl:reduce_scatter", inputs[0], inputs[0]}, outputs, opts);
 }
 
 AcclBackend::WorkPtr AcclBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
@@ -373,14 +357,10 @@ AcclBackend::WorkPtr AcclBackend::_reduce_scatter_base(at::Tensor& output, at::T
   check.flat(input, output, size_, "input tensor must be the same type as the output tensor",
              "input tensor must be the same size as output size times world size");
   Call call(Collective::ReduceScatter, "reduce_scatter");
-  for (int rank = 0; rank < size_; ++rank) {
-    call.inputs.open_block();
-    call.inputs.part(input, rank, size_);
-  }
+  call.inputs.parts(input, size_);
   call.outputs.block(output);
   call.reduce(opts.reduceOp);
-  call.timeout(opts.timeout);
-  return run(call, {OpType::_REDUCE_SCATTER_BASE, "accl:reduce_scatter", input, input}, output, opts.asyncOp);
+  return run(call, {OpType::_REDUCE_SCATTER_BASE, "accl:reduce_scatter", input, input}, output, opts);
 }
 
 AcclBackend::WorkPtr AcclBackend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
@@ -393,15 +373,11 @@ AcclBackend::WorkPtr AcclBackend::reduce_scatter_tensor_coalesced(Tensors& outpu
     check.flat(inputs[i], outputs[i], size_, "input tensor must be the same type as the output tensor",
                "input tensor must be the same size as output size times world size");
   }
-  for (int rank = 0; rank < size_; ++rank) {
-    call.inputs.open_block();
-    for (const auto& input : inputs) call.inputs.part(input, rank, size_);
-  }
+  call.inputs.parts(inputs, size_);
   call.outputs.open_block();
   for (const auto& output : outputs) call.outputs.piece(output);
   call.reduce(opts.reduceOp);
-  call.timeout(opts.timeout);
-  return run(call, {OpType::COALESCED, "accl:reduce_scatter", inputs, inputs}, outputs, opts.asyncOp);
+  return run(call, {OpType::COALESCED, "accl:reduce_scatter", inputs, inputs}, outputs, opts);
 }
 
 AcclBackend::WorkPtr AcclBackend::alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
@@ -416,8 +392,7 @@ AcclBackend::WorkPtr AcclBackend::alltoall_base(at::Tensor& output, at::Tensor& 
   call.outputs.split(output, output_splits, size_);
   check.own_block(call.inputs, call.outputs, rank_);
   call.args.equal_blocks = input_splits.empty() && output_splits.empty();
-  call.timeout(opts.timeout);
-  return run(call, {OpType::ALLTOALL_BASE, "accl:all_to_all", input, input}, output, opts.asyncOp);
+  return run(call, {OpType::ALLTOALL_BASE, "accl:all_to_all", input, input}, output, opts);
 }
 
 AcclBackend::WorkPtr AcclBackend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& opts) {
@@ -433,14 +408,12 @@ AcclBackend::WorkPtr AcclBackend::alltoall(Tensors& outputs, Tensors& inputs, co
   for (const auto& output : outputs) call.outputs.block(output);
   // Sizes may differ from pair to pair, and no rank knows the sizes of other ranks' blocks.
   call.args.equal_blocks = false;
-  call.timeout(opts.timeout);
-  return run(call, {OpType::ALLTOALL, "accl:all_to_all", inputs, inputs}, outputs, opts.asyncOp);
+  return run(call, {OpType::ALLTOALL, "accl:all_to_all", inputs, inputs}, outputs, opts);
 }
 
 AcclBackend::WorkPtr AcclBackend::barrier(const c10d::BarrierOptions& opts) {
   Call call(Collective::Barrier, "barrier");
-  call.timeout(opts.timeout);
-  return run(call, {OpType::BARRIER, "accl:barrier", {}, {}}, {}, opts.asyncOp);
+  return run(call, {OpType::BARRIER, "accl:barrier", {}, {}}, {}, opts);
 }
 
 void AcclBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) {
@@ -618,25 +591,11 @@ void AcclBackend::setTimeout(std::chrono::milliseconds timeout) {
 void AcclBackend::enableCollectivesTiming() { throw_unless_ok(bridge::group_enable_timing(*group_->group)); }
 
 c10d::ErrorType AcclBackend::getError() {
-  using bridge::Kind;
-  switch (bridge::group_first_error(*group_->group).kind) {
-    case Kind::Ok: return c10d::ErrorType::SUCCESS;
-    case Kind::Timeout: return c10d::ErrorType::TIMEOUT;
-    case Kind::PeerLost:
-    case Kind::Network:
-    case Kind::Mismatch: return c10d::ErrorType::REMOTE_ERROR;
-    case Kind::InvalidArgument:
-    case Kind::InvalidType:
-    case Kind::Unsupported:
-    case Kind::Configuration:
-    case Kind::Rendezvous:
-    case Kind::Protocol:
-    case Kind::Device:
-    case Kind::Exhausted:
-    case Kind::Aborted:
-    case Kind::Internal: break;
-  }
-  return c10d::ErrorType::COMM_ERROR;
+  using bridge::ErrorType;
+  static_assert(static_cast<int>(ErrorType::Timeout) == static_cast<int>(c10d::ErrorType::TIMEOUT));
+  static_assert(static_cast<int>(ErrorType::CommError) == static_cast<int>(c10d::ErrorType::COMM_ERROR));
+  static_assert(static_cast<int>(ErrorType::RemoteError) == static_cast<int>(c10d::ErrorType::REMOTE_ERROR));
+  return static_cast<c10d::ErrorType>(bridge::group_error_type(*group_->group));
 }
 
 void AcclBackend::abort() {
@@ -650,26 +609,16 @@ void AcclBackend::shutdown() {
   throw_status(status);
 }
 
-std::string AcclBackend::describe() const {
-  const auto described = bridge::group_describe(*group_->group);
-  throw_unless_ok(described.status);
-  return std::string(described.text);
-}
+std::string AcclBackend::describe() const { return text_of(bridge::group_describe(*group_->group)); }
 
-std::string AcclBackend::snapshot() const {
-  const auto described = bridge::group_snapshot(*group_->group);
-  throw_unless_ok(described.status);
-  return std::string(described.text);
-}
+std::string AcclBackend::snapshot() const { return text_of(bridge::group_snapshot(*group_->group)); }
 
 std::string AcclBackend::first_error() const { return std::string(bridge::group_first_error(*group_->group).message); }
 
 std::string AcclBackend::algorithm_of(const std::string& collective, const Tensors& inputs, const Tensors& outputs,
                                       const c10d::ReduceOp& op, uint32_t root) const {
   Call call = call_of(collective, inputs, outputs, op, root);
-  const auto named = bridge::group_algorithm(*group_->group, call.finish());
-  throw_unless_ok(named.status);
-  return std::string(named.text);
+  return text_of(bridge::group_algorithm(*group_->group, call.finish()));
 }
 
 std::vector<int64_t> AcclBackend::time_calls(const std::string& collective, const Tensors& inputs, const Tensors& outputs,

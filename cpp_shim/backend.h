@@ -140,6 +140,9 @@ class AcclBackend : public c10d::Backend {
   // Runs a call. A blocking call runs to its end here and has no work, as in torch's own backends. torch's handling of
   // a work takes longer than a small call.
   WorkPtr run(Call& call, const Event& event, const Results& results, bool async_op);
+  // The same with the timeout and the mode of c10d's options.
+  template <class CallOptions>
+  WorkPtr run(Call& call, const Event& event, const Results& results, const CallOptions& opts);
   // Issues a call and waits for it. Keeps the memory of its tensors if the status demands it.
   bridge::Waited make_call(Call& call, const Event& event, const Results& results) const;
   bool wants_work(bool async_op) const;

@@ -129,6 +129,14 @@ class Blocks {
     }
   }
 
+  // Adds one block per rank, with an equal part of each tensor.
+  void parts(at::TensorList tensors, int world) {
+    for (int rank = 0; rank < world; ++rank) {
+      open_block();
+      for (const auto& tensor : tensors) part(tensor, rank, world);
+    }
+  }
+
   // Adds one block per rank along dimension 0: `sizes` rows each, or equal blocks if `sizes` is empty.
   void split(const at::Tensor& tensor, const std::vector<int64_t>& sizes, int world) {
     int64_t first = 0;
@@ -200,9 +208,10 @@ class Blocks {
 
 // A call while it is being described.
 struct Call {
-  Call(bridge::Collective collective, const char* name)
+  Call(bridge::Collective collective, const char* name, int64_t root = 0)
       : name(name), inputs(Access::kRead, name), outputs(Access::kWrite, name) {
     args.collective = collective;
+    args.root = static_cast<uint32_t>(root);
     args.factor = 1.0;
     args.peer = -1;
     args.timeout_ms = -1;
@@ -214,10 +223,6 @@ struct Call {
   void reduce(const c10d::ReduceOp& op) {
     args.op = to_reduce_op(op, name);
     args.factor = factor_of(op, name);
-  }
-
-  void timeout(std::chrono::milliseconds timeout) {
-    if (timeout != c10d::kUnsetTimeout) args.timeout_ms = timeout.count();
   }
 
   // The result is valid as long as this call and its tensors live.

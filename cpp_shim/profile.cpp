@@ -1,7 +1,6 @@
 // See profile.h.
 #include "profile.h"
 
-#include <algorithm>
 #include <numeric>
 #include <string_view>
 #include <tuple>
@@ -15,18 +14,8 @@ namespace accl {
 
 namespace {
 
-// Returns `all_reduce` for `accl:all_reduce`.
-std::string_view collective(const char* title) {
-  const std::string_view whole(title);
-  return whole.substr(whole.find(':') + 1);
-}
-
-// Returns the name of c10d's function: `allreduce`, `alltoall`, but `reduce_scatter`.
-std::string c10ds(const char* title) {
-  std::string name(collective(title));
-  if (name.rfind("all_", 0) == 0) name.erase(std::remove(name.begin(), name.end(), '_'), name.end());
-  return name;
-}
+// The name of c10d's function.
+std::string c10ds(const char* title) { return std::string(bridge::event_name({}, bridge::EventName::C10d, title, 0).text); }
 
 // Sets the sequence number. Older torch releases have no such field; there it does nothing.
 template <class Info>
@@ -66,21 +55,11 @@ int64_t elements_of(at::TensorList tensors) {
 }
 
 std::string ProfileNames::call(const char* title) const {
-  switch (style_) {
-    case Style::Ccl: return "oneccl_bindings_for_pytorch::" + c10ds(title);
-    case Style::Pg: return "pg::" + c10ds(title);
-    case Style::Accl: break;
-  }
-  return title;
+  return std::string(bridge::event_name(style_, bridge::EventName::Call, title, 0).text);
 }
 
 std::string ProfileNames::wait(const char* title, int64_t elements) const {
-  switch (style_) {
-    case Style::Ccl: return "oneccl_bindings_for_pytorch::wait::cpu::" + c10ds(title);
-    case Style::Pg: return "pg::wait::" + c10ds(title) + "::sz:" + std::to_string(elements);
-    case Style::Accl: break;
-  }
-  return "accl:wait:" + std::string(collective(title));
+  return std::string(bridge::event_name(style_, bridge::EventName::Wait, title, elements).text);
 }
 
 bool ProfileNames::wants_phases() const {
@@ -156,7 +135,7 @@ void record_phases(const char* title, const bridge::PhaseNanos& phases) noexcept
                                                              {"peers_us", us(phases.peers)},
                                                              {"transfer_us", us(phases.transfer)},
                                                              {"reduce_us", us(phases.reduce)}};
-    const auto name = "accl:phases:" + std::string(collective(title));
+    const std::string name(bridge::event_name({}, bridge::EventName::Phases, title, 0).text);
     at::RecordFunction event(std::move(*callbacks));
     event.before(std::string_view(name), c10::ArrayRef<const c10::IValue>(), &times);
   } catch (const std::exception& thrown) {

@@ -521,6 +521,8 @@ for name in _native._bridged_functions():
 SILENT = {
     "group_shutdown",
     "group_first_error",
+    "group_error_type",
+    "event_name",
     "ticket_done",
     "ticket_held",
     "ticket_phases",

@@ -99,6 +99,24 @@ pub mod ffi {
         Pg = 2,
     }
 
+    /// An event of a call in torch's profiler, or the name of the call's function in c10d.
+    #[repr(u8)]
+    enum EventName {
+        Call,
+        Wait,
+        Phases,
+        C10d,
+    }
+
+    /// `c10d::ErrorType`.
+    #[repr(u8)]
+    enum ErrorType {
+        Success = 0,
+        Timeout = 1,
+        CommError = 2,
+        RemoteError = 3,
+    }
+
     /// The result of a wait.
     #[repr(u8)]
     enum Outcome {
@@ -259,12 +277,14 @@ pub mod ffi {
         fn group_set_timeout(group: &Group, timeout_ms: i64) -> Status;
         fn group_enable_timing(group: &Group) -> Status;
         fn group_first_error(group: &Group) -> Status;
+        fn group_error_type(group: &Group) -> ErrorType;
         fn group_profile_names(group: &Group) -> Numbered;
         fn group_describe(group: &Group) -> Described;
         fn group_snapshot(group: &Group) -> Described;
         fn group_algorithm(group: &Group, args: &CallArgs) -> Described;
         fn group_repeat(group: &Group, args: &CallArgs, samples: u32, calls: u32, fenced: bool) -> Repeated;
         fn collective_code(name: &str) -> Numbered;
+        fn event_name(style: ProfileNames, event: EventName, title: &str, elements: i64) -> Described;
 
         fn ticket_done(ticket: &Ticket) -> Waited;
         fn ticket_poll(ticket: &Ticket) -> Waited;
@@ -328,10 +348,11 @@ use accl_engine::fork_generation;
 
 use crate::group::{
     group_abort, group_call, group_call_profiled, group_conclude, group_connect_all, group_create,
-    group_create_sibling, group_describe, group_enable_timing, group_first_error, group_monitored_barrier,
-    group_next_seq, group_profile_names, group_reserve, group_set_timeout, group_shutdown, group_snapshot, group_spawn,
-    group_submit,
+    group_create_sibling, group_describe, group_enable_timing, group_error_type, group_first_error,
+    group_monitored_barrier, group_next_seq, group_profile_names, group_reserve, group_set_timeout, group_shutdown,
+    group_snapshot, group_spawn, group_submit,
 };
+use crate::profile::event_name;
 use crate::repeat::{collective_code, group_algorithm, group_repeat};
 use crate::ticket::{
     ticket_abort, ticket_done, ticket_error, ticket_held, ticket_nanos, ticket_phases, ticket_poll, ticket_report,

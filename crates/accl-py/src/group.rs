@@ -15,7 +15,8 @@ use accl_types::{Collective, Dtype, Elems, Error, ErrorKind, Rank, ReduceOp, Res
 use cxx::UniquePtr;
 
 use crate::bridge::ffi::{
-    self, CallArgs, Described, GroupArgs, Numbered, Outcome, PhaseNanos, Profiled, Status, TensorView, Waited,
+    self, CallArgs, Described, ErrorType, GroupArgs, Numbered, Outcome, PhaseNanos, Profiled, Status, TensorView,
+    Waited,
 };
 use crate::compression;
 use crate::guard::{FromError, bridged};
@@ -255,6 +256,16 @@ bridged! {
     /// The error that aborted the group.
     fn group_first_error(group: &Group) -> Status {
         Ok(group.group()?.error().map_or_else(Status::ok, Status::from_error))
+    }
+
+    /// The error that aborted the group, as c10d classifies it. A remote error names another rank as its cause.
+    fn group_error_type(group: &Group) -> ErrorType {
+        Ok(match group.group()?.error().map(|error| error.kind) {
+            None => ErrorType::Success,
+            Some(ErrorKind::Timeout) => ErrorType::Timeout,
+            Some(ErrorKind::PeerLost | ErrorKind::Network | ErrorKind::Mismatch) => ErrorType::RemoteError,
+            Some(_) => ErrorType::CommError,
+        })
     }
 
     /// The style of names of its calls in the profiler, as a code of `ProfileNames`.

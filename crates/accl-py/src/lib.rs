@@ -14,6 +14,7 @@ mod info;
 mod log;
 mod multigrid;
 mod offloads;
+mod profile;
 mod repeat;
 mod simulate;
 mod snapshot;

@@ -5,7 +5,7 @@ use std::time::Duration;
 use accl_engine::{PhaseTimes, Phases};
 use accl_types::{Error, ErrorKind};
 
-use crate::bridge::ffi::{Described, Kind, Numbered, Outcome, PhaseNanos, Profiled, Status, Waited};
+use crate::bridge::ffi::{Described, ErrorType, Kind, Numbered, Outcome, PhaseNanos, Profiled, Status, Waited};
 use crate::guard::FromError;
 
 /// The reason for leaving a call that has not failed. Added as a note to the exception that the handler raised, and
@@ -111,5 +111,11 @@ impl FromError for Profiled {
 impl FromError for Described {
     fn from_error(error: Error) -> Self {
         Self { text: String::new(), status: Status::from_error(error) }
+    }
+}
+
+impl FromError for ErrorType {
+    fn from_error(_: Error) -> Self {
+        Self::CommError
     }
 }

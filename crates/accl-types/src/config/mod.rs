@@ -5,9 +5,11 @@
 
 mod meaning;
 mod parse;
+mod profile;
 mod table;
 
 pub use meaning::{Meaning, meaning};
+pub use profile::c10d_name;
 pub use table::{ALIASES, Accepted, Alias, FOREIGN, Foreign, ROWS, Row, Scope};
 
 use crate::{Collective, Error, Result, nearest};

@@ -2,3 +2,5 @@
 
 Knows nothing of plans or batches.
 """
+
+__all__: list[str] = []

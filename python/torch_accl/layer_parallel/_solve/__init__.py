@@ -2,3 +2,5 @@
 
 Knows nothing of the classes for users, which are above this folder.
 """
+
+__all__: list[str] = []
