@@ -6,7 +6,7 @@ use serde::Deserialize;
 use serde::de::IgnoredAny;
 
 use super::about::{self, About};
-use super::json::{Bytes, Data, push_array, read};
+use super::json::{Data, signed};
 
 /// Status of a reply.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -58,9 +58,7 @@ impl Reply {
             Self::Status(status) => write!(text, r#"{{"status":{}}}"#, status.number()),
             Self::Register(value) => write!(text, r#"{{"rdata":{value},"status":0}}"#),
             Self::Memory(bytes) => {
-                text.push_str(r#"{"rdata":"#);
-                push_array(&mut text, bytes, Bytes::Signed);
-                write!(text, r#","status":0}}"#)
+                write!(text, r#"{{"rdata":{},"status":0}}"#, signed(bytes))
             }
             Self::About(about) => return about.to_json(),
         };
@@ -72,7 +70,7 @@ impl Reply {
     /// # Errors
     /// A description of what is wrong with the text.
     pub fn from_json(text: &[u8]) -> Result<Self, String> {
-        let (fields, array) = read::<Fields>(text).map_err(|error| error.to_string())?;
+        let fields: Fields = serde_json::from_slice(text).map_err(|error| error.to_string())?;
         if fields.version.is_some() {
             let fields: about::Fields = serde_json::from_slice(text).map_err(|error| error.to_string())?;
             return fields.about().map(Self::About);
@@ -81,7 +79,7 @@ impl Reply {
         let (_, status) = status.ok_or_else(|| format!("unknown status {}", fields.status))?;
         Ok(match fields.rdata {
             Some(Data::Number(value)) if *status == Status::Good => Self::Register(value),
-            Some(Data::Bytes(bytes)) if *status == Status::Good => Self::Memory(array.unwrap_or(bytes)),
+            Some(Data::Bytes(bytes)) if *status == Status::Good => Self::Memory(bytes),
             Some(_) | None => Self::Status(*status),
         })
     }

@@ -4,7 +4,7 @@ use std::fmt::Write;
 
 use serde::Deserialize;
 
-use super::json::{Bytes, Data, push_array, read};
+use super::json::{Data, unsigned};
 use crate::call::{BadWord, Descriptor};
 
 /// Request of a host.
@@ -148,9 +148,8 @@ impl Request {
                 write!(text, r#"{{"type":{},"addr":{address},"len":{bytes},"host":{is_host}}}"#, number::READ_MEMORY)
             }
             Self::WriteMemory { address, data, is_host } => {
-                let _ = write!(text, r#"{{"type":{},"addr":{address},"wdata":"#, number::WRITE_MEMORY);
-                push_array(&mut text, data, Bytes::Unsigned);
-                write!(text, r#","host":{is_host}}}"#)
+                let (kind, data) = (number::WRITE_MEMORY, unsigned(data));
+                write!(text, r#"{{"type":{kind},"addr":{address},"wdata":{data},"host":{is_host}}}"#)
             }
             Self::Allocate { address, bytes, is_host } => {
                 write!(text, r#"{{"type":{},"addr":{address},"len":{bytes},"host":{is_host}}}"#, number::ALLOCATE)
@@ -189,7 +188,7 @@ impl Request {
     /// # Errors
     /// [`BadRequest`].
     pub fn from_json(text: &[u8]) -> Result<Self, BadRequest> {
-        let (fields, array) = read::<Fields>(text).map_err(|error| BadRequest::Json(error.to_string()))?;
+        let fields: Fields = serde_json::from_slice(text).map_err(|error| BadRequest::Json(error.to_string()))?;
         let missing = BadRequest::Missing;
         let offset = || fields.addr.and_then(|at| u32::try_from(at).ok()).ok_or(missing("addr"));
         let address = || fields.addr.ok_or(missing("addr"));
@@ -209,7 +208,7 @@ impl Request {
             number::WRITE_MEMORY => {
                 let address = address()?;
                 match fields.wdata {
-                    Some(Data::Bytes(data)) => Self::WriteMemory { address, data: array.unwrap_or(data), is_host },
+                    Some(Data::Bytes(data)) => Self::WriteMemory { address, data, is_host },
                     Some(Data::Number(_)) | None => return Err(missing("wdata")),
                 }
             }
