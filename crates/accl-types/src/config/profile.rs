@@ -14,7 +14,7 @@ impl ProfileNames {
         }
     }
 
-    /// The name of the event of waiting for a call of so many elements.
+    /// The name of the event of waiting for a call of `elements` elements.
     pub fn wait(self, title: &str, elements: i64) -> String {
         match self {
             Self::Accl => format!("accl:wait:{}", collective(title)),
