@@ -75,6 +75,12 @@ def test_old_keywords_of_a_derived_net_change_one_setting_of_the_net(call):
     assert call(net, 2)._audit == AUDIT
 
 
+def test_old_keywords_of_from_serial_warn_at_its_caller():
+    with pytest.warns(DeprecationWarning, match=r"from_serial\(max_iterations=...\) is deprecated") as seen:
+        net = LayerParallel.from_serial(made().to_serial(), group="alone", max_iterations=7)
+    assert [each.filename for each in seen] == [__file__] and net._stop == Stop(max_iterations=7)
+
+
 def test_old_keywords_of_mgopt_are_for_its_coarse_nets():
     net = made(audit=AUDIT)
     with pytest.warns(DeprecationWarning, match=r"MGOpt\(probe_every=...\) is deprecated") as seen:

@@ -31,7 +31,7 @@ from ._ranks.wire import Wire
 from ._solve.batch import Batch
 from ._solve.cycle import Cycle
 from ._solve.plans import Net, Plans, specs_of
-from ._solve.settings import Audits, Stop, with_old_keywords
+from ._solve.settings import Audits, Stop, with_old_keywords, without_old_keywords
 from ._solve.solver import Guess, Solver
 
 __all__ = ["LayerParallel"]
@@ -200,6 +200,8 @@ class LayerParallel(Model):
         `layers` is the result of `to_serial`, or a list of layers of one kind. Each rank releases the layers of the
         others.
         """
+        own = {"audit": Audits(), "stop": Stop()}
+        settings = without_old_keywords(settings, "from_serial", own.__getitem__, stacklevel=2)
         if isinstance(layers, Serial):
             blocks = layers.blocks()
             steps = sum(kind_of(name).is_step for name in layers.kinds)
