@@ -27,6 +27,7 @@ from torch_accl.layer_parallel import Audits, Cycle, LayerParallel, LayerParalle
 from torch_accl.layer_parallel._model import replica_of
 from torch_accl.layer_parallel._net.evaluation import Evaluation
 from torch_accl.layer_parallel._net.own_generator import warn_of_other_threads
+from torch_accl.layer_parallel._solve.batch import Batch
 from torch_accl.layer_parallel._solve.walk import moved
 
 RANKS = (1, 2, 3, 4)
@@ -1555,3 +1556,31 @@ def test_a_rank_killed_in_mid_cycle_is_named_by_the_others_at_once(world, pass_)
         # The text says where in the solve the loss was noticed.
         assert re.search(r"\[.*(level \d, iteration \d, batch \d+|the (start|end) of batch \d+)\]", text), text
         assert seconds < 1
+
+
+@on_ranks(2, fresh=True)
+@pytest.mark.parametrize("way", ["step", "backward"])
+def test_a_rank_that_cannot_hand_out_its_gradients_leaves_no_other_rank_waiting(rank, world, way):
+    net = LayerParallel([ode(small(number)) for number in range(4)], mode="exact-pipeline", micro_batches=2)
+    x = target = torch.ones(4, 6)
+    joined = Batch.gradients_of_given
+
+    def fails(batch, gradients):
+        raise RuntimeError("no memory left for the joined gradients")
+
+    def run():
+        if way == "step":
+            net.step(x, target, squared)
+        else:
+            output = net(x)
+            (squared(output, target) if net.is_last else output).backward()
+
+    if rank == 0:
+        Batch.gradients_of_given = fails
+        with pytest.raises(RuntimeError, match="no memory left"):
+            run()
+        Batch.gradients_of_given = joined
+    else:
+        run()
+    # Both ranks have closed the batch, so the next one runs.
+    run()

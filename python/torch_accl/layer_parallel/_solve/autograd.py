@@ -51,7 +51,8 @@ class ForwardPass(torch.autograd.Function):
             gradients = run_rest(batch, cotangents)
             close(batch)
         batch.on_end(batch)
-        return None, None, *gradients, *batch.evaluation.gradients
+        # Only once the batch is closed: other ranks would wait for a rank that fails here.
+        return None, None, *batch.gradients_of_given(gradients), *batch.evaluation.gradients
 
 
 class WholeBatch(torch.autograd.Function):
@@ -68,7 +69,8 @@ class WholeBatch(torch.autograd.Function):
         batch.forward_is_over()
         batch.on_end(batch)
         batch.inputs.result.loss = batch.known_loss
-        ctx.gradients = [*gradients, *batch.evaluation.gradients]
+        # Only once the batch is closed: other ranks would wait for a rank that fails here.
+        ctx.gradients = [*batch.gradients_of_given(gradients), *batch.evaluation.gradients]
         return anchor.detach().clone()
 
     @staticmethod

@@ -60,10 +60,10 @@ def run_pipeline(batch: Batch, program: Program) -> list[States]:
     return run_program(program, batch, batch.first_states(is_exact=program.is_exact))[0]
 
 
-def run_rest(batch: Batch, cotangents: Sequence[Tensor | None]) -> list[Tensor | None]:
+def run_rest(batch: Batch, cotangents: Sequence[Tensor | None]) -> list[States]:
     """Runs the backward pass of a forward pass that the caller continued, with what follows it.
 
-    `cotangents` are the gradients of `batch.outputs`. Returns the gradients of the user's tensors.
+    `cotangents` are the gradients of `batch.outputs`. Returns the gradients of the inputs, on the first rank.
     """
     of_result = batch.cotangents_of_result(cotangents)
     gradients = run_backward(batch, batch.plan.adjoint, of_result)
@@ -71,11 +71,11 @@ def run_rest(batch: Batch, cotangents: Sequence[Tensor | None]) -> list[Tensor |
     if batch.plan.is_audited(batch.number):
         # The caller computes the loss, so both runs use the caller's gradient of the output.
         batch.audit = audited(batch, batch.states, lambda *_: of_result, has_loss=False)
-    return batch.gradients_of_given(gradients)
+    return gradients
 
 
-def run_step(batch: Batch) -> list[Tensor | None]:
-    """Runs both passes and the loss, with what follows them. Returns the gradients of the user's tensors."""
+def run_step(batch: Batch) -> list[States]:
+    """Runs both passes and the loss, with what follows them. Returns the gradients of the inputs, on the first rank."""
     plan = batch.plan
     outputs: list[States] = []
     if plan.pipeline is not None:
@@ -86,7 +86,7 @@ def run_step(batch: Batch) -> list[Tensor | None]:
     batch.settle(batch)
     if plan.is_audited(batch.number):
         batch.audit = audited(batch, outputs, Batch.tried_gradients_of_loss, has_loss=True)
-    return batch.gradients_of_given(gradients)
+    return gradients
 
 
 def audited(
