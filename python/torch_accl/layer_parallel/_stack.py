@@ -200,8 +200,7 @@ class LayerParallel(Model):
         `layers` is the result of `to_serial`, or a list of layers of one kind. Each rank releases the layers of the
         others.
         """
-        own = {"audit": Audits(), "stop": Stop()}
-        settings = without_old_keywords(settings, "from_serial", own.__getitem__, stacklevel=2)
+        settings = without_old_keywords(settings, "from_serial", stacklevel=2)
         if isinstance(layers, Serial):
             blocks = layers.blocks()
             steps = sum(kind_of(name).is_step for name in layers.kinds)

@@ -123,8 +123,7 @@ class MGOpt:
             raise ValueError(
                 "placement is not supported: a coarse layer is on the rank of the first layer it stands for; leave it out"
             )
-        own = {"audit": Audits(), "stop": net._stop}
-        settings = without_old_keywords(settings, "MGOpt", own.__getitem__, stacklevel=2)
+        settings = without_old_keywords(settings, "MGOpt", stop=net._stop, stacklevel=2)
         self._pre, self._post, self._coarse, self._trials = pre, post, coarse, trials
         self._moments: Moments | None = settings.get("moments", "scaled") if coarse_optimizer is None else None
         _, ties = layer_facts(net)

@@ -187,9 +187,8 @@ class _Request:
 
     def without_old_keywords(self, net: LayerParallel) -> _Request:
         """Returns the request with new keywords in the place of old ones, which change the net's own settings."""
-        own = {"audit": net._audit, "stop": net._stop}
         # The warning is for the caller of `refined` or `coarsened`.
-        renamed = without_old_keywords(self.settings, self.call, own.__getitem__, stacklevel=6)
+        renamed = without_old_keywords(self.settings, self.call, audit=net._audit, stop=net._stop, stacklevel=6)
         return replace(self, settings=renamed)
 
     def __str__(self) -> str:

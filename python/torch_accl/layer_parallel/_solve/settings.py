@@ -6,7 +6,7 @@ Owns these values, and the old keywords for them. `cycle.py` has the settings of
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, TypeVar
@@ -93,22 +93,28 @@ _Class = TypeVar("_Class", bound=type)
 
 
 def without_old_keywords(
-    given: Mapping[str, Any], who: str, defaults: Callable[[str], Any], *, stacklevel: int
+    given: Mapping[str, Any],
+    who: str,
+    *,
+    audit: Audits = Audits(),
+    stop: Stop = Stop(),
+    stacklevel: int,
 ) -> dict[str, Any]:
     """Returns keyword arguments with new keywords in the place of old ones, each of which causes a DeprecationWarning.
 
     who: name of the called function.
-    defaults: returns the value that old keywords change, by its keyword.
+    audit, stop: the values that old keywords change.
 
     Raises:
         ValueError: an old and a new keyword are given for the same setting.
     """
     renamed = dict(given)
+    values: dict[str, Any] = {"audit": audit, "stop": stop}
     for keyword, names in _OLD_KEYWORDS.items():
         old = {name: renamed.pop(name) for name in names if name in renamed}
         if not old:
             continue
-        value = defaults(keyword)
+        value = values[keyword]
         changed = ", ".join(f"{names[name]}=..." for name in old)
         remedy = f"{keyword}={type(value).__name__}({changed})"
         if keyword in renamed:
@@ -128,8 +134,7 @@ def with_old_keywords(net: _Class) -> _Class:
 
     @wraps(made)
     def init(self: Any, *values: Any, **given: Any) -> None:
-        defaults: dict[str, Any] = {"audit": Audits(), "stop": Stop()}
-        made(self, *values, **without_old_keywords(given, net.__name__, defaults.__getitem__, stacklevel=2))
+        made(self, *values, **without_old_keywords(given, net.__name__, stacklevel=2))
 
     net.__init__ = init  # type: ignore[misc]
     return net
