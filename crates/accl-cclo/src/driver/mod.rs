@@ -212,7 +212,7 @@ impl<B: Bus> Driver<B> {
     pub fn give_up(&mut self, why: &str, go_on: impl FnMut() -> bool) -> Error {
         let call = self.running.map_or_else(|| "a call".to_owned(), |call| format!("`{call}`"));
         let rx_buffers = self.tables.rx_buffers;
-        let ranks = self.running.and_then(|call| self.tables.ranks_at(call.communicator)).unwrap_or(self.tables.ranks);
+        let ranks = self.tables.ranks;
         let root = self.running.filter(|call| call.operation.row().has_root).map(|call| call.root);
         let seen =
             self.bus.reconnect().and_then(|mut over| Diagnosis::read(&mut *over, rx_buffers, ranks, root, go_on));
