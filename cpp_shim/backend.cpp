@@ -592,6 +592,7 @@ void AcclBackend::enableCollectivesTiming() { throw_unless_ok(bridge::group_enab
 
 c10d::ErrorType AcclBackend::getError() {
   using bridge::ErrorType;
+  static_assert(static_cast<int>(ErrorType::Success) == static_cast<int>(c10d::ErrorType::SUCCESS));
   static_assert(static_cast<int>(ErrorType::Timeout) == static_cast<int>(c10d::ErrorType::TIMEOUT));
   static_assert(static_cast<int>(ErrorType::CommError) == static_cast<int>(c10d::ErrorType::COMM_ERROR));
   static_assert(static_cast<int>(ErrorType::RemoteError) == static_cast<int>(c10d::ErrorType::REMOTE_ERROR));

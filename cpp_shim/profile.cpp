@@ -14,9 +14,6 @@ namespace accl {
 
 namespace {
 
-// The name of c10d's function.
-std::string c10ds(const char* title) { return std::string(bridge::event_name({}, bridge::EventName::C10d, title, 0).text); }
-
 // Sets the sequence number. Older torch releases have no such field; there it does nothing.
 template <class Info>
 auto note_seq(Info& info, int64_t seq, int) -> decltype(info.setSequenceInfo(seq, false)) {
@@ -149,8 +146,9 @@ void CallRecord::begin(CallFacts facts, const std::vector<at::Tensor>& inputs, c
   const auto& sample = !inputs.empty() ? inputs : outputs;
   const std::vector<int64_t> no_splits;
   const auto group = std::make_tuple(facts.group_name, facts.group_description);
+  const std::string name(bridge::event_name({}, bridge::EventName::C10d, facts.title, 0).text);
   auto info = std::make_shared<torch::ParamCommsDebugInfo>(
-      group, static_cast<int>(facts.rank), c10ds(facts.title), elements_of(inputs), elements_of(outputs),
+      group, static_cast<int>(facts.rank), std::string(name), elements_of(inputs), elements_of(outputs),
       sample.empty() ? at::kByte : sample[0].scalar_type(), no_splits, no_splits, static_cast<int>(facts.first_global_rank),
       static_cast<int>(facts.global_rank_stride), static_cast<int>(facts.world));
   note_seq(*info, facts.seq, 0);
@@ -159,7 +157,7 @@ void CallRecord::begin(CallFacts facts, const std::vector<at::Tensor>& inputs, c
                                        std::make_tuple(facts.seq, false),
                                        group,
                                        facts.rank,
-                                       c10ds(facts.title),
+                                       name,
                                        no_splits,
                                        no_splits,
                                        facts.first_global_rank,

@@ -1,7 +1,7 @@
 // Events that torch's profiler records for calls and for waits.
 //
-// Owns the names of events, the events that begin and end in one thread, and the facts about a call in execution
-// traces. torch creates a call's asynchronous event from the title of its work. Without a profiler, everything here
+// Owns the events that begin and end in one thread, and the facts about a call in execution traces. Rust has the names
+// of events. torch creates a call's asynchronous event from the title of its work. Without a profiler, everything here
 // costs only a check.
 #pragma once
 

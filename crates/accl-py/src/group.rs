@@ -264,7 +264,18 @@ bridged! {
             None => ErrorType::Success,
             Some(ErrorKind::Timeout) => ErrorType::Timeout,
             Some(ErrorKind::PeerLost | ErrorKind::Network | ErrorKind::Mismatch) => ErrorType::RemoteError,
-            Some(_) => ErrorType::CommError,
+            Some(
+                ErrorKind::InvalidArgument
+                | ErrorKind::InvalidType
+                | ErrorKind::Unsupported
+                | ErrorKind::Configuration
+                | ErrorKind::Rendezvous
+                | ErrorKind::Protocol
+                | ErrorKind::Device
+                | ErrorKind::Exhausted
+                | ErrorKind::Aborted
+                | ErrorKind::Internal,
+            ) => ErrorType::CommError,
         })
     }
 
