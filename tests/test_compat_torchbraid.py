@@ -445,9 +445,57 @@ def test_a_batch_does_not_depend_on_the_one_before(rank, world):
     assert first.getFwdStats()[0] == 1
 
 
-def test_splines_are_refused():
-    with pytest.raises(NotImplementedError, match=r"nsplines=4"):
-        net(nsplines=4)
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("nsplines,degree", [(4, 1), (5, 3), (9, 1)])
+def test_weights_are_splines_in_time(rank, world, nsplines, degree):
+    made = net(lambda: Step().double(), nsplines=nsplines, splinedegree=degree)
+    points = {}
+    for name, parameter in made.body.named_parameters():
+        _, _, _, point, rest = name.split(".", 4)
+        points.setdefault(int(point), {})[rest] = parameter.detach()
+    points = {number: each for part in made.ranks.allgather(points) for number, each in part.items()}
+    made.diagnostics(True)
+    x = batch(dtype=torch.float64)
+    y = made(x)
+    right, norms = x, []
+    for layer in range(8):
+        # The recursion of torchbraid's documentation, with knots at the distance Tf / (nsplines - splinedegree).
+        distance = 1 / (nsplines - degree)
+        first = min(int(layer / 8 / distance + 1e-12), nsplines - degree - 1)
+        time = layer / 8 / distance
+        basis = [1.0]
+        for order in range(1, degree + 1):
+            basis.append(0.0)
+            for r in range(order, -1, -1):
+                before = (time - (first + r - order)) / order * basis[r - 1] if r else 0.0
+                after = (first + r + 1 - time) / order * basis[r] if r < order else 0.0
+                basis[r] = before + after
+        weights = {
+            name: sum(value * points[first + at][name] for at, value in enumerate(basis) if value)
+            for name in points[first]
+        }
+        norms.append([float(weight.norm()) for weight in weights.values()])
+        right = right + torch.func.functional_call(Step().double(), weights, right) / 8
+    if rank in (0, world - 1):
+        torch.testing.assert_close(y, right, rtol=1e-12, atol=0)
+    found = made.getDiagnostics()["params"]
+    if rank == 0:
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(norms))
+    y.sum().backward()
+    for name, parameter in made.body.named_parameters():
+        # With a knot for each layer, no layer uses the last control point.
+        assert parameter.grad is not None or name.split(".")[3] == "8"
+    whole = made.buildSequentialOnRoot()
+    assert rank or torch.equal(whole(x), y)
+
+
+def test_splines_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match=r"nsplines=2, splinedegree=2.*too few"):
+        net(nsplines=2, splinedegree=2)
+    with pytest.raises(ValueError, match=r"nsplines=10, splinedegree=1.*too many"):
+        net(nsplines=10)
+    with pytest.raises(ValueError, match=r"nsplines=4.*all layers are single ones"):
+        net(steps=1, nsplines=4)
 
 
 # ---- states that become coarser

@@ -18,6 +18,7 @@ from ._net.cells import Cell
 from ._net.scaled import Scaled
 from ._net.serial import Serial
 from ._net.spatial import Spatial
+from ._net.spline import Spline
 from ._ranks.failures import LayerParallelError
 from ._recurrent import RecurrentParallel
 from ._solve.audit import Audit, Probe
@@ -47,6 +48,7 @@ __all__ = [
     "Scaled",
     "Serial",
     "Spatial",
+    "Spline",
     "Stop",
     "clip_grad_norm_",
     "coarsened",

@@ -7,7 +7,7 @@ Owns the net's construction, its placement, parameters that ranks share, and its
 from __future__ import annotations
 
 import pickle
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from ._net.kinds import Kind, LayerKind, kind_of
 from ._net.pickled import pickled
 from ._net.serial import Serial
 from ._net.spatial import Spatial
+from ._net.spline import Section, Spline
 from ._net.ties import Ties, shared_names
 from ._ranks.agreed import agreed
 from ._ranks.failures import LayerParallelError, described, sentence
@@ -47,7 +48,7 @@ class LayerParallel(Model):
 
     layers: one entry per layer, the same on all ranks: `ode(f)`, `timed(f)`, `residual(block)`, `custom(layer)`,
         `plain(layer)`, or a module, which is a plain layer. Each takes a module, or a function that builds one from the
-        layer's number. Only the owner calls such a function, with a seed of its own.
+        layer's number. Only the owner calls such a function, with a seed of its own. A `Spline` is several layers.
     mesh, group: the ranks that the layers lie on, in order: a mesh of one dimension, or a process group. `"alone"` is
         this rank by itself. The default is the default process group.
     horizon: length of time of all steps together. dt is `horizon` divided by the number of layers that are not plain.
@@ -91,7 +92,7 @@ class LayerParallel(Model):
 
     def __init__(
         self,
-        layers: Sequence[Block | nn.Module],
+        layers: Sequence[Block | Spline | nn.Module],
         *,
         mesh: DeviceMesh | None = None,
         group: dist.ProcessGroup | Literal["alone"] | None = None,
@@ -126,7 +127,8 @@ class LayerParallel(Model):
             stop=stop,
             audit=audit,
         )
-        blocks = _apart(_blocks(layers), buffer_layers)
+        listed, splines = _blocks(layers, seed)
+        blocks = _apart(listed, buffer_layers)
         kinds = [kind_of(block.kind) for block in blocks]
         placed = tuple((kind, block.is_apart) for kind, block in zip(kinds, blocks))
         aligned = fwd if mode in ("inexact", "converged") else bwd if mode == "exact-forward" else WAVE
@@ -148,8 +150,11 @@ class LayerParallel(Model):
             replica_of(self._wire.ranks) if replica is None else replica,
         )
         given = [block.module for block in blocks]
-        self._ties = Ties([*tie, *shared_names(given, net.owner)], net.owner, self._solver.layers.modules, self._wire)
-        self._solver.layers.not_counted = self._ties.not_counted
+        of_splines = _names_of_splines(splines, net.owner, self._wire)
+        shared = [*shared_names(given, net.owner), *of_splines]
+        self._ties = Ties([*tie, *shared], net.owner, self._solver.layers.modules, self._wire)
+        self._solver.layers.not_counted, self._solver.layers.tied = self._ties.not_counted, self._ties.members
+        self._solver.layers.are_added_in_order = True
         if self._ties.names:
             self._solver.copies = self._copies = Copies(self._wire, self.copied, "give all copies the same values")
             self._copies.check("building the net")
@@ -184,11 +189,12 @@ class LayerParallel(Model):
         return {name: names[0] for names in self._ties.names for name in names if name in own}
 
     def settle(self, batch: Batch) -> None:
-        """Sums the gradients of tied parameters and of side inputs over ranks."""
+        """Adds up the gradients of shared parameters, and the gradients of side inputs over ranks."""
         try:
             self._ties.add_up(batch.evaluation, f"batch {batch.number}")
         except ValueError as error:
             batch.fail(f"adding up gradients, batch {batch.number}", error)
+        batch.evaluation.add_layers()
         super().settle(batch)
 
     # ---- the same net on one rank
@@ -245,20 +251,39 @@ def _made_equal(net: LayerParallel, prefix: str, keep_vars: bool) -> None:
         )
 
 
-def _blocks(layers: Sequence[Block | nn.Module]) -> list[Block]:
-    blocks = []
+def _blocks(layers: Sequence[Block | Spline | nn.Module], seed: int) -> tuple[list[Block], list[Section]]:
+    """Returns one block for each layer, and the splines among them."""
+    blocks: list[Block] = []
+    splines: list[Section] = []
     for number, layer in enumerate(layers):
+        if isinstance(layer, Spline):
+            splines.append(Section(layer, len(blocks), seed))
+            blocks += splines[-1].blocks()
+            continue
         if isinstance(layer, nn.Module):
             layer = Block(layer)
         if not isinstance(layer, Block):
             raise TypeError(
-                f"layer {number} is {type(layer).__name__}; give a module, or ode(f), timed(f), residual(block), custom(layer) or plain(layer). Each takes a "
-                "module, or a function that builds it from the layer's number"
+                f"entry {number} of the layers is {type(layer).__name__}; give a module, ode(f), timed(f), residual(block), custom(layer) or plain(layer), each with a "
+                "module or a function that builds it from the layer's number, or a Spline of them"
             )
         blocks.append(layer)
     if not blocks:
         raise ValueError("a net without layers; give at least one")
-    return blocks
+    return blocks, splines
+
+
+def _names_of_splines(splines: Sequence[Section], owner: Callable[[int], int], wire: Wire) -> list[list[str]]:
+    """Returns the groups of names of control points that lie on several ranks."""
+    if not splines:
+        return []
+    # A rank without layers of a spline does not know the names of its parameters.
+    of_all = wire.gathered([spline.parameter_names() for spline in splines])
+    groups = []
+    for place, spline in enumerate(splines):
+        names: list[str] = next((of_rank[place] for of_rank in of_all if of_rank[place] is not None), [])
+        groups += spline.members(names, owner)
+    return groups
 
 
 def _apart(blocks: list[Block], buffer_layers: tuple[int, int]) -> list[Block]:

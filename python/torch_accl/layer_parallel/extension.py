@@ -24,6 +24,7 @@ from ._net.drawing import Drawing, drawn_for
 from ._net.evaluation import Record, States
 from ._net.kinds import ODE, PLAIN, TIMED, Kind, kind_of
 from ._net.own_generator import SEEDING_THEMSELVES
+from ._net.spline import Interpolated
 from ._net.tree import Form, Leaf, is_state, ordered
 from ._ranks.failures import described, sentence
 from ._ranks.wire import Wire, tried
@@ -41,6 +42,7 @@ __all__ = [
     "Drawing",
     "Field",
     "Form",
+    "Interpolated",
     "Kind",
     "Leaf",
     "Mode",

@@ -8,16 +8,26 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ...layer_parallel import Block, Cycle, LayerParallelError, Serial
+from ...layer_parallel import Block, Cycle, LayerParallelError, Serial, Spline
 from ...layer_parallel import LayerParallel as Body
-from ...layer_parallel.extension import ODE, PLAIN, TIMED, Kind, described, kind_of, sentence, undisturbed
+from ...layer_parallel.extension import (
+    ODE,
+    PLAIN,
+    TIMED,
+    Interpolated,
+    Kind,
+    described,
+    kind_of,
+    sentence,
+    undisturbed,
+)
 from ._module import Parallel, explain_buffers
 from ._points import recorded
 from ._spatial import levels_of
@@ -44,10 +54,12 @@ class LayerParallel(Parallel):
         which returns the shape that `coarsen` produces. States become coarser on the way from each listed level to the
         next, 0 being the finest. Levels that the net does not have are ignored. Both passes do so.
     user_mpi_buf: see `docs/migrating-torchbraid.md`; states are sent from the memory where they are stored.
+    nsplines, splinedegree: number of control points and degree of splines. If `nsplines` is above 0, the parameters of
+        the steps of each functor are a spline in time (`torch_accl.layer_parallel.Spline`), and the functor builds
+        control points. Single layers keep their own parameters.
 
     Raises:
-        NotImplementedError: `nsplines` is not 0.
-        ValueError: invalid counts, levels or communicator.
+        ValueError: invalid counts, levels, splines or communicator.
         LayerParallelError: a functor failed on some rank.
     """
 
@@ -68,31 +80,35 @@ class LayerParallel(Parallel):
         nsplines: int = 0,
         splinedegree: int = 1,
     ) -> None:
-        if nsplines > 0:
-            raise NotImplementedError(
-                f"LayerParallel(nsplines={nsplines}, splinedegree={splinedegree}): weights that are splines in time are not supported, and torchbraid "
-                "gives them no gradients; leave nsplines at 0"
-            )
         coarsened = levels_of(spatial_ref_funcs, levels_to_coarsen)
         functors, counts = _listed(layer_blocks, global_steps)
         super().__init__(comm)
         explain_buffers(self.ranks, is_wanted=user_mpi_buf)
         seed, kinds = self._agreed(functors, counts)
         dt = Tf / sum(counts)
-        blocks: list[Block] = []
+        blocks: list[Block | Spline] = []
+        self.kinds: list[Kind] = []
         for functor, count, kind in zip(functors, counts, kinds):
             if kind == "timed plain":
                 blocks.append(Block(_Builder(functor, dt), PLAIN.name))
-            else:
-                blocks += [Block(_Builder(functor, None), kind)] * count
-        steps = sum(kind_of(block.kind).is_step for block in blocks)
+                self.kinds.append(PLAIN.name)
+                continue
+            block = Block(_Builder(functor, None), kind)
+            is_spline = nsplines > 0 and kind_of(kind).is_step
+            blocks += [_spline(block, count, nsplines, splinedegree)] if is_spline else [block] * count
+            self.kinds += [block.kind] * count
+        steps = sum(kind_of(kind).is_step for kind in self.kinds)
+        if nsplines > 0 and not steps:
+            raise ValueError(
+                f"LayerParallel(nsplines={nsplines}): all layers are single ones, which have no spline; leave nsplines at 0"
+            )
         body, cause = None, None
         try:
             body = Body(
                 blocks,
                 group=self.ranks.group or "alone",
                 # The body's dt counts steps only, not single layers.
-                horizon=Tf * steps / len(blocks),
+                horizon=Tf * steps / len(self.kinds),
                 seed=seed,
                 fwd=Cycle(levels=1),
                 bwd=Cycle(levels=1),
@@ -105,7 +121,6 @@ class LayerParallel(Parallel):
         causes = self.ranks.allgather(None if cause is None else f"building its layers: {described(cause)}")
         if body is None or any(causes):
             raise LayerParallelError(sentence(causes, "No net was built.")) from cause
-        self.kinds: list[Kind] = [block.kind for block in blocks]
         self.begin(body, [(kind, False) for kind in self.kinds], Tf, (max_fwd_levels, max_bwd_levels), max_iters)
         self.fwd_app.points = self.getFineTimePoints
         for app in (self.fwd_app, self.bwd_app):
@@ -226,8 +241,9 @@ class LayerParallel(Parallel):
         return kind_of(self.kinds[number]).next_state(seen.state, seen.returned, self.dt)
 
     def _parameter_norms(self, number: int) -> list[float]:
-        parameters = self.body.layers[str(number)].parameters()
-        return [float(torch.linalg.vector_norm(parameter.detach())) for parameter in parameters]
+        layer = self.body.layers[str(number)]
+        own: Iterable[Tensor] = layer.interpolated().values() if isinstance(layer, Interpolated) else layer.parameters()
+        return [float(torch.linalg.vector_norm(parameter.detach())) for parameter in own]
 
     # ---- layers
 
@@ -278,6 +294,14 @@ class _WithStep(nn.Module):
 
     def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         return self.layer(x, self.dt, *args, **kwargs)
+
+
+def _spline(block: Block, count: int, nsplines: int, degree: int) -> Spline:
+    """Returns `count` steps whose parameters are a spline in time."""
+    try:
+        return Spline(block, layers=count, control_points=nsplines, degree=degree)
+    except ValueError as error:
+        raise ValueError(f"LayerParallel(nsplines={nsplines}, splinedegree={degree}): {error}") from error
 
 
 def _listed(

@@ -7,7 +7,7 @@ Owns how a new layer and its optimiser entries are made. `refinement.py` decides
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, Literal, TypeVar, overload
@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from .._net.blocks import Block
 from .._net.scaled import scaled
+from .._net.spline import Interpolated
 from .._ranks.agreed import agreed
 from .._solve.settings import without_old_keywords
 from .._solve.solver import Guess
@@ -185,6 +186,15 @@ class _Request:
             if name in self.settings:
                 raise ValueError(f"{name} is not supported: the net stays on its ranks; leave it out")
 
+    def check_layers(self, modules: Iterable[nn.Module]) -> None:
+        """Raises `ValueError` for layers that cannot be changed in this way."""
+        if self.interpolation == "linear" and any(
+            isinstance(each, Interpolated) for module in modules for each in module.modules()
+        ):
+            raise ValueError(
+                f"{self.call}(interpolation='linear'): the net has layers of a Spline, whose parameters are between control points already; use interpolation='constant'"
+            )
+
     def without_old_keywords(self, net: LayerParallel) -> _Request:
         """Returns the request with new keywords in the place of old ones, which change the net's own settings."""
         # The warning is for the caller of `refined` or `coarsened`.
@@ -234,6 +244,7 @@ def _derived(
         nonlocal request
         request = request.without_old_keywords(net)
         request.check()
+        request.check_layers(net._solver.layers.modules.values())
         return str(request), described_optimizer(optimizer), any(True for _ in net.parameters())
 
     of_all = agreed(wire, what, _NOTHING, asked, is_for_all=True)

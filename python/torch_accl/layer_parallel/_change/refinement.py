@@ -5,6 +5,7 @@ Owns the two rules, for refining and for coarsening, and the criterion that laye
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,10 @@ from .._net.tree import digest
 from .._solve.plans import Net
 
 __all__ = ["Origin", "coarser", "finer", "following", "make_of"]
+
+
+# The number of a control point in the name of a parameter.
+_NUMBER = re.compile(r"(?<=\bcontrol_points\.)\d+")
 
 
 @dataclass(frozen=True)
@@ -82,8 +87,9 @@ def following(net: Net, origins: Sequence[Origin]) -> list[int]:
 def make_of(module: nn.Module, kind: LayerKind) -> int:
     """Returns a number that two layers share if they are alike except for the values of their parameters."""
     classes = [f"{type(each).__module__}.{type(each).__qualname__}" for each in module.modules()]
+    # Control points have other numbers in each layer of a spline.
     parameters = [
-        (name, list(parameter.shape), str(parameter.dtype), parameter.requires_grad)
+        (_NUMBER.sub("", name), list(parameter.shape), str(parameter.dtype), parameter.requires_grad)
         for name, parameter in module.named_parameters()
     ]
     by = str(module.by) if isinstance(module, Scaled) else "1"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from .blocks import drawing_from, mixed
 from .drawing import Drawing, draw_for
 from .kinds import LayerKind
+from .layer_sums import LayerSum
 from .own_generator import own_generator, warn_of_other_threads
 from .tree import Form, Leaf, form_of, ordered
 
@@ -129,6 +130,10 @@ class Layers:
         self.seed = seed
         # Parameters that are the same as an earlier one, by layer and name.
         self.not_counted: set[tuple[int, str]] = set()
+        # Parameters of which `ties.py` adds up the gradients, by layer and name.
+        self.tied: set[tuple[int, str]] = set()
+        # Whether gradients of a parameter that several layers share are added in the order of the layers.
+        self.are_added_in_order = False
         # The modules that `state` last saw, and how often it found others in their places.
         self._seen: list[weakref.ref[nn.Module]] = []
         self._changes = 0
@@ -195,6 +200,28 @@ class Layers:
                 seen.add(id(parameter))
         return found
 
+    def sums(self, of_layer: Mapping[int, Sequence[tuple[str, int]]], *, is_in_parts: bool) -> dict[int, LayerSum]:
+        """Returns the sums of parameters that several layers share or that are tied, by the parameters' indices.
+
+        `is_in_parts`: whether each layer gets its gradient in parts, one for each micro-batch.
+        """
+        if not self.are_added_in_order:
+            return {}
+        modules = self.modules
+        tied = {id(parameter_of(modules[layer], name)) for layer, name in self.tied if layer in modules}
+        of_slot: dict[int, list[int]] = {}
+        waiting: set[int] = set()
+        for layer, own in of_layer.items():
+            for name, slot in own:
+                of_slot.setdefault(slot, []).append(layer)
+                if tied and id(parameter_of(modules[layer], name)) in tied:
+                    waiting.add(slot)
+        return {
+            slot: LayerSum(sorted(of_layers), is_eager=not is_in_parts and slot not in waiting)
+            for slot, of_layers in of_slot.items()
+            if len(of_layers) > 1
+        }
+
     def parameters(self) -> Parameters:
         """Returns the parameters that want a gradient, each once.
 
@@ -228,7 +255,9 @@ class Evaluation:
         leaves_no_trace: bool = False,
         layer_inputs: LayerInputs | None = None,
         keeps_graph: Callable[[int], bool] | None = None,
+        is_in_parts: bool = False,
     ) -> None:
+        """`is_in_parts`: whether the batch is split into micro-batches."""
         self.layers = layers
         self.leaves_no_trace = leaves_no_trace
         self.modules = layers.modules
@@ -237,6 +266,9 @@ class Evaluation:
         self.found = found
         self.parameters, self._of_layer = found
         self.gradients: list[Tensor | None] = [None] * len(self.parameters)
+        self.is_in_parts = is_in_parts
+        # Gradients that are still added up over layers, by the index of the parameter.
+        self.sums = layers.sums(self._of_layer, is_in_parts=is_in_parts)
         self.tape: dict[tuple[int, int], Record] = {}
         self.key = key
         self.layer_inputs = LayerInputs() if layer_inputs is None else layer_inputs
@@ -528,8 +560,24 @@ class Evaluation:
                 continue
             if scale != 1.0:
                 gradient = gradient * scale
+            if slot in self.sums:
+                self.sums[slot].add(layer, gradient)
+                continue
             before = self.gradients[slot]
             self.gradients[slot] = gradient if before is None else before + gradient
+
+    def by_layer(self, slot: int, layer: int) -> dict[int, Tensor]:
+        """Returns the gradients of a parameter by layer. `layer` is one of its layers."""
+        if slot in self.sums:
+            return self.sums[slot].by_layer
+        gradient = self.gradients[slot]
+        return {} if gradient is None else {layer: gradient}
+
+    def add_layers(self) -> None:
+        """Completes the gradients of parameters that several layers of this rank share."""
+        for slot, of_layers in self.sums.items():
+            self.gradients[slot] = of_layers.total()
+        self.sums.clear()
 
     def slot_of(self, layer: int, name: str) -> int | None:
         """Returns the index of a parameter, by any of its names, among the parameters that want a gradient.
@@ -543,7 +591,7 @@ class Evaluation:
     def gradients_of(self, layer: int) -> list[Tensor | None]:
         """Returns the gradients of a layer's parameters.
 
-        A parameter that several layers share counts for the first of them.
+        A parameter that several layers share counts for the first of them, also if they are on several ranks.
         """
         if not self.layers.is_counted(layer):
             return []
@@ -551,7 +599,11 @@ class Evaluation:
         for other, own in self._of_layer.items():
             for _, slot in own:
                 first.setdefault(slot, other)
-        return [self.gradients[slot] for _, slot in self._of_layer.get(layer, []) if first[slot] == layer]
+        return [
+            self.gradients[slot]
+            for name, slot in self._of_layer.get(layer, [])
+            if first[slot] == layer and (layer, name) not in self.layers.not_counted
+        ]
 
     def forget(self, layer: int, micro_batch: int) -> None:
         """Releases the graph of a layer."""

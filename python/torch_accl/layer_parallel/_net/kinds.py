@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from .tree import is_state
 
-__all__ = ["CUSTOM", "KINDS", "ODE", "PLAIN", "RESIDUAL", "TIMED", "Kind", "LayerKind", "kind_of"]
+__all__ = ["CUSTOM", "KINDS", "ODE", "PLAIN", "RESIDUAL", "TIMED", "CoarseStep", "Kind", "LayerKind", "kind_of"]
 
 
 # The names of the kinds, as users give them and as files keep them.
@@ -98,7 +98,7 @@ class _Custom(LayerKind):
 
     def called(self, module: nn.Module, span: int) -> nn.Module:
         """Returns the layer for a fine step, and its `coarse_step` for a coarse one."""
-        return _Coarse(module) if span > 1 else module
+        return CoarseStep(module) if span > 1 else module
 
 
 ODE = LayerKind("ode", "ode", has_dt=True, returns_increment=True)
@@ -122,7 +122,7 @@ def kind_of(name: str) -> LayerKind:
     return KINDS[name]
 
 
-class _Coarse(nn.Module):
+class CoarseStep(nn.Module):
     """A layer's own coarse step as a module."""
 
     def __init__(self, module: nn.Module) -> None:

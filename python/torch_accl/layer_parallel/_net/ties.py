@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from .._ranks.failures import described
@@ -30,12 +31,106 @@ class _Member:
     owner: int
 
 
-@dataclass(frozen=True)
-class _Part:
-    """A member's contribution: its gradient, and whether it wants one."""
+# Flags of a group: some of its parameters want a gradient, and some do not.
+_TRAINED, _FIXED = 1, 2
 
-    gradient: Tensor | None
-    is_trained: bool
+
+class _Sum:
+    """The sum of a group's gradients on one rank.
+
+    It comes from the next higher rank of the group, gets this rank's gradients, and goes to the next lower rank. The
+    lowest rank's sum is the result, which goes back in the same way. So each rank sends and receives at most two
+    tensors, and the order of the sum does not depend on the ranks.
+    """
+
+    def __init__(self, group: Sequence[_Member], evaluation: Evaluation, wire: Wire) -> None:
+        self.group = group
+        owners = sorted({member.owner for member in group})
+        at = owners.index(wire.rank)
+        self.higher = owners[at + 1] if at + 1 < len(owners) else None
+        self.lower = owners[at - 1] if at else None
+        self.total: Tensor | None = None
+        self.trained = 0
+        # The indices of this rank's gradients.
+        self.slots: set[int] = set()
+        # This rank's gradients by layer and index.
+        self._parts: dict[tuple[int, int], Tensor] = {}
+        for member in group:
+            if member.owner == wire.rank:
+                self._take(member, evaluation)
+                self._like = parameter_of(evaluation.modules[member.layer], member.name)
+
+    def _take(self, member: _Member, evaluation: Evaluation) -> None:
+        slot = evaluation.slot_of(member.layer, member.name)
+        self.trained |= _FIXED if slot is None else _TRAINED
+        # If one parameter has several names, its gradients count once.
+        if slot is None or slot in self.slots:
+            return
+        self.slots.add(slot)
+        for layer, gradient in evaluation.by_layer(slot, member.layer).items():
+            self._parts[layer, slot] = gradient
+
+    def room(self) -> tuple[Tensor, Tensor]:
+        """Returns room for a rank's flags and sum."""
+        like = self._like
+        flags = torch.zeros(2, dtype=torch.int64, device=like.device)
+        return flags, torch.zeros(like.shape, dtype=like.dtype, device=like.device)
+
+    def add(self, flags: Tensor, total: Tensor) -> None:
+        """Adds this rank's gradients to the higher rank's sum."""
+        self.learn(flags, total)
+        for key in sorted(self._parts, reverse=True):
+            part = self._parts.pop(key)
+            self.total = part if self.total is None else self.total + part
+
+    def learn(self, flags: Tensor, total: Tensor) -> None:
+        """Takes over another rank's sum."""
+        has_gradient, trained = flags.tolist()
+        self.trained |= trained
+        self.total = total if has_gradient else None
+
+    def message(self) -> tuple[Tensor, Tensor]:
+        """Returns the flags and the sum as another rank receives them."""
+        flags, total = self.room()
+        flags.copy_(torch.tensor([int(self.total is not None), self.trained], dtype=torch.int64, device="cpu"))
+        if self.total is not None:
+            total.copy_(self.total)
+        return flags, total
+
+
+def _exchange(sums: Sequence[_Sum], wire: Wire) -> None:
+    """Completes the sums of this rank's groups. All ranks have their groups in the same order."""
+
+    def receive(source: int | None, pass_: str, each: _Sum) -> tuple[tuple[Tensor, Tensor], list[dist.Work]]:
+        room = each.room()
+        return room, [] if source is None else [wire.receive(tensor, source, pass_) for tensor in room]
+
+    def send(to: int, pass_: str, each: _Sum) -> None:
+        message = each.message()
+        kept.extend(message)
+        works.extend(wire.send(tensor, to, pass_) for tensor in message)
+
+    works: list[dist.Work] = []
+    # Keeps the tensors alive until they are sent.
+    kept: list[Tensor] = []
+    # All sums go down before any goes up, so no rank waits for a rank that waits for it.
+    coming = [receive(each.higher, "adjoint", each) for each in sums]
+    for each, (room, arriving) in zip(sums, coming):
+        for work in arriving:
+            work.wait()
+        each.add(*room)
+        if each.lower is not None:
+            send(each.lower, "adjoint", each)
+    coming = [receive(each.lower, "forward", each) for each in sums]
+    for each, (room, arriving) in zip(sums, coming):
+        for work in arriving:
+            work.wait()
+        if each.lower is not None:
+            each.learn(*room)
+        if each.higher is not None:
+            send(each.higher, "forward", each)
+    for work in works:
+        work.wait()
 
 
 class Ties:
@@ -58,6 +153,11 @@ class Ties:
         return [[f"layers.{member.layer}.{member.name}" for member in group] for group in self._groups]
 
     @property
+    def members(self) -> set[tuple[int, str]]:
+        """All parameters of the groups, by layer and name."""
+        return {(member.layer, member.name) for group in self._groups for member in group}
+
+    @property
     def not_counted(self) -> set[tuple[int, str]]:
         """All parameters but the first of each group, by layer and name. Sums over parameters count a group once."""
         return {(member.layer, member.name) for group in self._groups for member in group[1:]}
@@ -74,79 +174,24 @@ class Ties:
         return found
 
     def add_up(self, evaluation: Evaluation, what: str) -> None:
-        """Gives every parameter the sum of all gradients of its group, added in the order of the group's names.
+        """Gives every parameter the sum of all gradients of its group, added from the last layer to the first.
 
         Raises `ValueError` if some of a group want a gradient and others do not.
         """
-        brought = [
-            self._bring(group, own, evaluation, what)
+        sums = [
+            _Sum(group, evaluation, self._wire)
             for group in self._groups
-            if (own := [member for member in group if member.owner == self._wire.rank])
+            if any(member.owner == self._wire.rank for member in group)
         ]
+        tried(f"adding up the gradients of tied parameters, {what}", lambda: _exchange(sums, self._wire))
         # All groups exchange their gradients before an error is raised, because other ranks take part in other groups.
-        for group, slots, of_all in brought:
-            names = ", ".join(f"layers.{member.layer}.{member.name}" for member in group)
-            if len({part.is_trained for part in of_all.values()}) > 1:
+        for each in sums:
+            if each.trained == _TRAINED | _FIXED:
+                names = ", ".join(f"layers.{member.layer}.{member.name}" for member in each.group)
                 raise ValueError(f"tied parameters {names} differ in requires_grad; set it alike for all of them")
-            total: Tensor | None = None
-            for member in group:
-                gradient = of_all[member].gradient
-                if gradient is not None:
-                    total = gradient if total is None else total + gradient
-            for slot in slots:
-                evaluation.gradients[slot] = total
-
-    def _bring(
-        self, group: Sequence[_Member], own: Sequence[_Member], evaluation: Evaluation, what: str
-    ) -> tuple[Sequence[_Member], set[int], dict[_Member, _Part]]:
-        """Returns a group, the indices of this rank's gradients, and the contributions of all members."""
-        mine: dict[_Member, _Part] = {}
-        slots: set[int] = set()
-        for member in own:
-            slot = evaluation.slot_of(member.layer, member.name)
-            gradient = None
-            # If one parameter has two names, only the first one contributes a gradient.
-            if slot is not None and slot not in slots:
-                slots.add(slot)
-                gradient = evaluation.gradients[slot]
-            mine[member] = _Part(gradient, slot is not None)
-        like = parameter_of(evaluation.modules[own[0].layer], own[0].name)
-        return group, slots, self._exchanged(group, mine, like, what)
-
-    def _exchanged(
-        self, group: Sequence[_Member], mine: dict[_Member, _Part], like: Tensor, what: str
-    ) -> dict[_Member, _Part]:
-        """Exchanges contributions: each rank sends its own to the other ranks of the group.
-
-        Returns the contributions of all members.
-        """
-        wire = self._wire
-        others = sorted({member.owner for member in group} - {wire.rank})
-        works = []
-        kept = []
-        coming = []
-        for member in group:
-            if member.owner == wire.rank:
-                part = mine[member]
-                gradient = part.gradient
-                sent = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
-                if gradient is not None:
-                    sent.copy_(gradient)
-                facts = [int(gradient is not None), int(part.is_trained)]
-                flags = torch.tensor(facts, dtype=torch.int64, device=like.device)
-                kept += [sent, flags]
-                works += [wire.send(tensor, to, "adjoint") for to in others for tensor in (flags, sent)]
-            else:
-                flags = torch.zeros(2, dtype=torch.int64, device=like.device)
-                room = torch.empty(like.shape, dtype=like.dtype, device=like.device)
-                works += [wire.receive(tensor, member.owner, "adjoint") for tensor in (flags, room)]
-                coming.append((member, flags, room))
-        tried(f"adding up the gradients of tied parameters, {what}", lambda: [work.wait() for work in works])
-        found = dict(mine)
-        for member, flags, room in coming:
-            has, is_trained = flags.tolist()
-            found[member] = _Part(room if has else None, bool(is_trained))
-        return found
+            for slot in each.slots:
+                evaluation.gradients[slot] = each.total
+                evaluation.sums.pop(slot, None)
 
     def _check(self, modules: dict[int, nn.Module]) -> None:
         mine: dict[Any, Any] = {}

@@ -260,6 +260,7 @@ class Batch:
             leaves_no_trace=True,
             layer_inputs=first.layer_inputs.again(),
             keeps_graph=first.keeps_graph,
+            is_in_parts=first.is_in_parts,
         )
         batch = copy.copy(self)
         batch.begin(self.number, self.forms, self.device, evaluation, self.meshes, self.by_micro_batch)

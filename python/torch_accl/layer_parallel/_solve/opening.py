@@ -208,6 +208,7 @@ def _open(batch: Batch, refusal: BaseException | None, *, is_recorded: bool) -> 
         is_recorded=is_recorded,
         layer_inputs=layer_inputs,
         keeps_graph=plan.keeps_graph,
+        is_in_parts=plan.micro_batches > 1,
     )
     if kind is None:
         assert form is not None
