@@ -1475,7 +1475,7 @@ def test_settings_that_cannot_be_are_refused(rank, world):
     )
     with pytest.raises(ValueError, match="a net without layers"):
         LayerParallel([])
-    with pytest.raises(TypeError, match="layer 0 is str"):
+    with pytest.raises(TypeError, match="entry 0 of the layers is str"):
         LayerParallel(["layer"])
 
 
