@@ -4,7 +4,6 @@
 #include <ATen/record_function.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
-#include "checks.h"
 #include "held_memory.h"
 #include "interpreter.h"
 #include "sparse.h"
@@ -28,14 +27,12 @@ Call call_of(const std::string& collective, const Tensors& inputs, const Tensors
              uint32_t root) {
   const auto code = bridge::collective_code(collective);
   throw_unless_ok(code.status);
-  const Check check("bench");
-  check.memory(inputs);
-  check.memory(outputs);
-  Call call(static_cast<Collective>(code.value), "bench");
+  Call call(static_cast<Collective>(code.value), "bench", root);
+  call.check.memory(inputs);
+  call.check.memory(outputs);
   for (const auto& tensor : inputs) call.inputs.block(tensor);
   for (const auto& tensor : outputs) call.outputs.block(tensor);
   call.reduce(op);
-  call.args.root = root;
   return call;
 }
 
@@ -179,19 +176,17 @@ void AcclBackend::begun(const c10::intrusive_ptr<AcclWork>& work, const bridge::
 // --- collectives ---
 
 AcclBackend::WorkPtr AcclBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) {
-  const Check check("broadcast");
-  check.root(opts.rootRank, size_, opts.rootTensor, tensors);
   Call call(Collective::Broadcast, "broadcast", opts.rootRank);
-  call.outputs.block(check.single(tensors));
+  call.check.root(opts.rootRank, size_, opts.rootTensor, tensors);
+  call.outputs.block(call.check.single(tensors));
   return run(call, {OpType::BROADCAST, "accl:broadcast", tensors, {}}, tensors, opts);
 }
 
 AcclBackend::WorkPtr AcclBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) {
-  const Check check("all_reduce");
-  check.one_tensor(tensors);
-  if (tensors[0].layout() == at::kSparse) return reduce_sparse(tensors[0], opts);
   Call call(Collective::AllReduce, "all_reduce");
-  call.outputs.block(check.single(tensors));
+  call.check.one_tensor(tensors);
+  if (tensors[0].layout() == at::kSparse) return reduce_sparse(tensors[0], opts);
+  call.outputs.block(call.check.single(tensors));
   call.reduce(opts.reduceOp);
   return run(call, {OpType::ALLREDUCE, "accl:all_reduce", tensors, {}}, tensors, opts);
 }
@@ -201,10 +196,9 @@ AcclBackend::WorkPtr AcclBackend::allreduce_sparse(Tensors& tensors, const c10d:
 }
 
 AcclBackend::WorkPtr AcclBackend::allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& opts) {
-  const Check check("all_reduce");
-  check.list(tensors);
-  check.one_type(tensors);
   Call call(Collective::AllReduce, "all_reduce");
+  call.check.list(tensors);
+  call.check.one_type(tensors);
   call.outputs.open_block();
   for (const auto& tensor : tensors) call.outputs.piece(tensor);
   call.reduce(opts.reduceOp);
@@ -212,24 +206,22 @@ AcclBackend::WorkPtr AcclBackend::allreduce_coalesced(Tensors& tensors, const c1
 }
 
 AcclBackend::WorkPtr AcclBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
-  const Check check("reduce");
-  check.root(opts.rootRank, size_, opts.rootTensor, tensors);
   Call call(Collective::Reduce, "reduce", opts.rootRank);
-  call.outputs.block(check.single(tensors));
+  call.check.root(opts.rootRank, size_, opts.rootTensor, tensors);
+  call.outputs.block(call.check.single(tensors));
   call.reduce(opts.reduceOp);
   return run(call, {OpType::REDUCE, "accl:reduce", tensors, {}}, tensors, opts);
 }
 
 AcclBackend::WorkPtr AcclBackend::allgather(TensorLists& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) {
-  const Check check("all_gather");
-  c10d::assertNonEmptyInputTensorList(check.fail(), inputs.size());
-  const auto& input = check.single_input(inputs);
-  check.that(outputs.size() == 1, "requires input/output tensor lists to have the same length");
-  check.output_list(outputs[0], size_);
-  check.memory(outputs[0]);
-  check.same_type(input, outputs[0]);
-  check.same_count(input, outputs[0], rank_);
   Call call(Collective::AllGather, "all_gather");
+  c10d::assertNonEmptyInputTensorList(call.check.fail(), inputs.size());
+  const auto& input = call.check.single_input(inputs);
+  call.check.that(outputs.size() == 1, "requires input/output tensor lists to have the same length");
+  call.check.output_list(outputs[0], size_);
+  call.check.memory(outputs[0]);
+  call.check.same_type(input, outputs[0]);
+  call.check.same_count(input, outputs[0], rank_);
   call.inputs.block(input);
   for (const auto& output : outputs[0]) call.outputs.block(output);
   call.args.equal_blocks = same_counts(outputs[0]);
@@ -237,11 +229,9 @@ AcclBackend::WorkPtr AcclBackend::allgather(TensorLists& outputs, Tensors& input
 }
 
 AcclBackend::WorkPtr AcclBackend::_allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& opts) {
-  const Check check("all_gather");
-  check.memory({output, input});
-  check.flat(output, input, size_, "output tensor must have the same type as input tensor",
-             "output tensor size must be equal to world_size times input tensor size");
   Call call(Collective::AllGather, "all_gather");
+  call.check.memory({output, input});
+  call.check.flat_output(output, input, size_);
   call.inputs.block(input);
   call.outputs.parts(output, size_);
   return run(call, {OpType::_ALLGATHER_BASE, "accl:all_gather", input, input}, output, opts);
@@ -249,18 +239,17 @@ AcclBackend::WorkPtr AcclBackend::_allgather_base(at::Tensor& output, at::Tensor
 
 AcclBackend::WorkPtr AcclBackend::allgather_coalesced(TensorLists& outputs, Tensors& inputs,
                                                       const c10d::AllgatherOptions& opts) {
-  const Check check("all_gather");
-  c10d::assertNonEmptyInputTensorList(check.fail(), inputs.size());
-  check.memory(inputs);
-  c10d::assertAllgatherCoalescedOutputTensorLists(check.fail(), outputs, inputs.size(), size_);
   Call call(Collective::AllGather, "all_gather");
+  c10d::assertNonEmptyInputTensorList(call.check.fail(), inputs.size());
+  call.check.memory(inputs);
+  c10d::assertAllgatherCoalescedOutputTensorLists(call.check.fail(), outputs, inputs.size(), size_);
   call.inputs.open_block();
   for (const auto& input : inputs) call.inputs.piece(input);
   for (const auto& list : outputs) {
-    check.memory(list);
+    call.check.memory(list);
     call.outputs.open_block();
     for (size_t i = 0; i < list.size(); ++i) {
-      check.same_output(inputs[i], list[i], i);
+      call.check.same_output(inputs[i], list[i], i);
       call.outputs.piece(list[i]);
     }
   }
@@ -269,13 +258,11 @@ AcclBackend::WorkPtr AcclBackend::allgather_coalesced(TensorLists& outputs, Tens
 
 AcclBackend::WorkPtr AcclBackend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                                   const c10d::AllgatherOptions& opts) {
-  const Check check("all_gather");
-  check.pairs(outputs, inputs);
   Call call(Collective::AllGather, "all_gather");
+  call.check.pairs(outputs, inputs);
   call.inputs.open_block();
   for (size_t i = 0; i < inputs.size(); ++i) {
-    check.flat(outputs[i], inputs[i], size_, "output tensor must have the same type as input tensor",
-               "output tensor size must be equal to world_size times input tensor size");
+    call.check.flat_output(outputs[i], inputs[i], size_);
     call.inputs.piece(inputs[i]);
   }
   call.outputs.parts(outputs, size_);
@@ -283,33 +270,30 @@ AcclBackend::WorkPtr AcclBackend::allgather_into_tensor_coalesced(Tensors& outpu
 }
 
 AcclBackend::WorkPtr AcclBackend::gather(TensorLists& outputs, Tensors& inputs, const c10d::GatherOptions& opts) {
-  const Check check("gather");
-  check.root(opts.rootRank, size_);
-  const auto& input = check.single_input(inputs);
   Call call(Collective::Gather, "gather", opts.rootRank);
+  call.check.root(opts.rootRank, size_);
+  const auto& input = call.check.single_input(inputs);
   call.inputs.block(input);
   if (rank_ == opts.rootRank) {
-    c10d::assertGatherOutputTensorList(check.fail(), outputs, size_);
-    check.memory(outputs[0]);
-    check.same_type_and_size(input, outputs[0]);
+    c10d::assertGatherOutputTensorList(call.check.fail(), outputs, size_);
+    call.check.memory(outputs[0]);
+    call.check.same_type_and_size(input, outputs[0]);
     for (const auto& output : outputs[0]) call.outputs.block(output);
   } else {
-    c10d::assertEmptyOutputTensorList(check.fail(), outputs);
+    c10d::assertEmptyOutputTensorList(call.check.fail(), outputs);
   }
   return run(call, {OpType::GATHER, "accl:gather", inputs, inputs}, outputs, opts);
 }
 
 AcclBackend::WorkPtr AcclBackend::gather_single(at::Tensor& output, at::Tensor& input, const c10d::GatherOptions& opts) {
-  const Check check("gather");
-  check.root(opts.rootRank, size_);
-  check.memory(input);
   Call call(Collective::Gather, "gather", opts.rootRank);
+  call.check.root(opts.rootRank, size_);
+  call.check.memory(input);
   call.inputs.block(input);
   const bool is_root = rank_ == opts.rootRank;
   if (is_root) {
-    check.memory(output);
-    check.flat(output, input, size_, "output tensor must have the same type as input tensor",
-               "output tensor size must be equal to world_size times input tensor size");
+    call.check.memory(output);
+    call.check.flat_output(output, input, size_);
     call.outputs.parts(output, size_);
   }
   // On other ranks the output is an empty placeholder that the call does not write.
@@ -317,18 +301,17 @@ AcclBackend::WorkPtr AcclBackend::gather_single(at::Tensor& output, at::Tensor& 
 }
 
 AcclBackend::WorkPtr AcclBackend::scatter(Tensors& outputs, TensorLists& inputs, const c10d::ScatterOptions& opts) {
-  const Check check("scatter");
-  check.root(opts.rootRank, size_);
-  const auto& output = check.single_output(outputs);
   Call call(Collective::Scatter, "scatter", opts.rootRank);
+  call.check.root(opts.rootRank, size_);
+  const auto& output = call.check.single_output(outputs);
   call.outputs.block(output);
   if (rank_ == opts.rootRank) {
-    c10d::assertScatterInputTensorList(check.fail(), inputs, size_);
-    check.memory(inputs[0]);
-    check.same_type_and_size(output, inputs[0]);
+    c10d::assertScatterInputTensorList(call.check.fail(), inputs, size_);
+    call.check.memory(inputs[0]);
+    call.check.same_type_and_size(output, inputs[0]);
     for (const auto& input : inputs[0]) call.inputs.block(input);
   } else {
-    c10d::assertEmptyInputTensorList(check.fail(), inputs);
+    c10d::assertEmptyInputTensorList(call.check.fail(), inputs);
   }
   const Tensors sent = flat(inputs);
   return run(call, {OpType::SCATTER, "accl:scatter", sent, sent}, outputs, opts);
@@ -336,13 +319,12 @@ AcclBackend::WorkPtr AcclBackend::scatter(Tensors& outputs, TensorLists& inputs,
 
 AcclBackend::WorkPtr AcclBackend::reduce_scatter(Tensors& outputs, TensorLists& inputs,
                                                  const c10d::ReduceScatterOptions& opts) {
-  const Check check("reduce_scatter");
-  const auto& output = check.single_output(outputs);
-  c10d::assertScatterInputTensorList(check.fail(), inputs, size_);
-  check.memory(inputs[0]);
-  check.same_type(output, inputs[0]);
-  check.same_count(output, inputs[0], rank_);
   Call call(Collective::ReduceScatter, "reduce_scatter");
+  const auto& output = call.check.single_output(outputs);
+  c10d::assertScatterInputTensorList(call.check.fail(), inputs, size_);
+  call.check.memory(inputs[0]);
+  call.check.same_type(output, inputs[0]);
+  call.check.same_count(output, inputs[0], rank_);
   for (const auto& input : inputs[0]) call.inputs.block(input);
   call.outputs.block(output);
   call.args.equal_blocks = same_counts(inputs[0]);
@@ -352,11 +334,9 @@ AcclBackend::WorkPtr AcclBackend::reduce_scatter(Tensors& outputs, TensorLists& 
 
 AcclBackend::WorkPtr AcclBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                                        const c10d::ReduceScatterOptions& opts) {
-  const Check check("reduce_scatter");
-  check.memory({output, input});
-  check.flat(input, output, size_, "input tensor must be the same type as the output tensor",
-             "input tensor must be the same size as output size times world size");
   Call call(Collective::ReduceScatter, "reduce_scatter");
+  call.check.memory({output, input});
+  call.check.flat_input(input, output, size_);
   call.inputs.parts(input, size_);
   call.outputs.block(output);
   call.reduce(opts.reduceOp);
@@ -365,13 +345,11 @@ AcclBackend::WorkPtr AcclBackend::_reduce_scatter_base(at::Tensor& output, at::T
 
 AcclBackend::WorkPtr AcclBackend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                                   const c10d::ReduceScatterOptions& opts) {
-  const Check check("reduce_scatter");
-  check.pairs(outputs, inputs);
-  check.same_type(outputs[0], outputs);
   Call call(Collective::ReduceScatter, "reduce_scatter");
+  call.check.pairs(outputs, inputs);
+  call.check.same_type(outputs[0], outputs);
   for (size_t i = 0; i < inputs.size(); ++i) {
-    check.flat(inputs[i], outputs[i], size_, "input tensor must be the same type as the output tensor",
-               "input tensor must be the same size as output size times world size");
+    call.check.flat_input(inputs[i], outputs[i], size_);
   }
   call.inputs.parts(inputs, size_);
   call.outputs.open_block();
@@ -382,28 +360,26 @@ AcclBackend::WorkPtr AcclBackend::reduce_scatter_tensor_coalesced(Tensors& outpu
 
 AcclBackend::WorkPtr AcclBackend::alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
                                                 std::vector<int64_t>& input_splits, const c10d::AllToAllOptions& opts) {
-  const Check check("all_to_all");
-  check.memory({output, input});
-  check.same_type(input, output);
-  check.splits(input_splits, input, size_);
-  check.splits(output_splits, output, size_);
   Call call(Collective::AllToAll, "all_to_all");
+  call.check.memory({output, input});
+  call.check.same_type(input, output);
+  call.check.splits(input_splits, input, size_);
+  call.check.splits(output_splits, output, size_);
   call.inputs.split(input, input_splits, size_);
   call.outputs.split(output, output_splits, size_);
-  check.own_block(call.inputs, call.outputs, rank_);
+  call.check.own_block(call.inputs, call.outputs, rank_);
   call.args.equal_blocks = input_splits.empty() && output_splits.empty();
   return run(call, {OpType::ALLTOALL_BASE, "accl:all_to_all", input, input}, output, opts);
 }
 
 AcclBackend::WorkPtr AcclBackend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& opts) {
-  const Check check("all_to_all");
-  c10d::assertAllToAllTensorListSizes(check.fail(), outputs.size(), inputs.size(), size_);
-  check.memory(inputs);
-  check.memory(outputs);
-  check.same_type(inputs[0], inputs);
-  check.same_type(inputs[0], outputs);
-  check.same_count(inputs[rank_], outputs, rank_);
   Call call(Collective::AllToAll, "all_to_all");
+  c10d::assertAllToAllTensorListSizes(call.check.fail(), outputs.size(), inputs.size(), size_);
+  call.check.memory(inputs);
+  call.check.memory(outputs);
+  call.check.same_type(inputs[0], inputs);
+  call.check.same_type(inputs[0], outputs);
+  call.check.same_count(inputs[rank_], outputs, rank_);
   for (const auto& input : inputs) call.inputs.block(input);
   for (const auto& output : outputs) call.outputs.block(output);
   // Sizes may differ from pair to pair, and no rank knows the sizes of other ranks' blocks.
@@ -430,10 +406,9 @@ void AcclBackend::eagerConnectSingleDevice(at::Device) {
 // --- point-to-point ---
 
 AcclBackend::WorkPtr AcclBackend::send(Tensors& tensors, int dst, int tag) {
-  const Check check("send");
-  check.peer(dst, size_, tag);
   Call call(Collective::Send, "send");
-  call.inputs.block(check.single(tensors));
+  call.check.peer(dst, size_, tag);
+  call.inputs.block(call.check.single(tensors));
   call.args.peer = dst;
   call.args.tag = static_cast<uint32_t>(tag);
   return run(call, {OpType::SEND, "accl:send", tensors, tensors}, {}, true);
@@ -460,7 +435,6 @@ AcclBackend::WorkPtr AcclBackend::receive(Tensors& tensors, int src, int tag, co
 // --- sparse ---
 
 AcclBackend::WorkPtr AcclBackend::reduce_sparse(const at::Tensor& tensor, const c10d::AllreduceOptions& opts) {
-  const Check check("all_reduce");
   if (!tensor.device().is_cpu()) {
     refuse(bridge::Kind::InvalidType, "all_reduce", "tensor is on device " + tensor.device().str() + "; accl takes CPU tensors");
   }

@@ -11,7 +11,7 @@
 #include <optional>
 #include <vector>
 
-#include "describe.h"
+#include "checks.h"
 #include "group_handle.h"
 #include "torch_compat.h"
 #include "work.h"

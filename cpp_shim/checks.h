@@ -23,7 +23,7 @@ class Check {
   }
 
   void that(bool holds, const char* message) const {
-    if (!holds) refuse(bridge::Kind::InvalidArgument, call_, message);
+    if (!holds) bad(message);
   }
 
   // Checks that every tensor is dense and in this machine's memory.
@@ -68,9 +68,7 @@ class Check {
   void one_type(at::TensorList tensors) const {
     for (const auto& tensor : tensors) {
       if (tensor.scalar_type() == tensors[0].scalar_type()) continue;
-      refuse(bridge::Kind::InvalidArgument, call_,
-             "tensors must all have the same type (found " + std::string(c10::toString(tensors[0].scalar_type())) + " and " +
-                 c10::toString(tensor.scalar_type()) + ")");
+      bad("tensors must all have the same type (found ", tensors[0].scalar_type(), " and ", tensor.scalar_type(), ")");
     }
   }
 
@@ -83,23 +81,24 @@ class Check {
     if (tensors[index].numel() != expected.numel()) c10d::assertSizesMatch(fail(), expected.sizes(), tensors, index);
   }
 
-  // Checks that a flat tensor holds one block for each of `world` ranks.
-  void flat(const at::Tensor& many, const at::Tensor& one, int world, const char* type_text, const char* size_text) const {
-    that(many.scalar_type() == one.scalar_type(), type_text);
-    that(many.numel() == one.numel() * world, size_text);
+  // Check that a flat tensor holds one block for each of `world` ranks.
+  void flat_output(const at::Tensor& output, const at::Tensor& input, int world) const {
+    that(output.scalar_type() == input.scalar_type(), "output tensor must have the same type as input tensor");
+    that(output.numel() == input.numel() * world, "output tensor size must be equal to world_size times input tensor size");
+  }
+  void flat_input(const at::Tensor& input, const at::Tensor& output, int world) const {
+    that(input.scalar_type() == output.scalar_type(), "input tensor must be the same type as the output tensor");
+    that(input.numel() == output.numel() * world, "input tensor must be the same size as output size times world size");
   }
 
   // Checks output `index` of a coalesced all_gather; messages as in gloo.
   void same_output(const at::Tensor& input, const at::Tensor& output, size_t index) const {
     if (output.scalar_type() != input.scalar_type()) {
-      refuse(bridge::Kind::InvalidArgument, call_,
-             "invalid tensor type at index " + std::to_string(index) + " (expected " + c10::toString(input.scalar_type()) +
-                 ", got " + c10::toString(output.scalar_type()) + ")");
+      bad("invalid tensor type at index ", index, " (expected ", input.scalar_type(), ", got ", output.scalar_type(), ")");
     }
     if (output.sizes() != input.sizes()) {
-      refuse(bridge::Kind::InvalidArgument, call_,
-             "invalid size of output tensor at index " + std::to_string(index) + " (expected length " +
-                 c10d::toString(input.sizes()) + ", got " + c10d::toString(output.sizes()) + ")");
+      bad("invalid size of output tensor at index ", index, " (expected length ", c10d::toString(input.sizes()), ", got ",
+          c10d::toString(output.sizes()), ")");
     }
   }
 
@@ -113,11 +112,8 @@ class Check {
 
   // Checks that a rank's block for itself is as long in the input as in the output.
   void own_block(const Blocks& inputs, const Blocks& outputs, int rank) const {
-    if (inputs.count_elems(rank) != outputs.count_elems(rank)) {
-      refuse(bridge::Kind::InvalidArgument, call_,
-             "rank " + std::to_string(rank) + " sends itself " + std::to_string(inputs.count_elems(rank)) +
-                 " elements and expects " + std::to_string(outputs.count_elems(rank)));
-    }
+    const auto sent = inputs.count_elems(rank), expected = outputs.count_elems(rank);
+    if (sent != expected) bad("rank ", rank, " sends itself ", sent, " elements and expects ", expected);
   }
 
   void root(int64_t rank, int64_t world) const { c10d::assertRootRank(fail(), rank, world); }
@@ -130,60 +126,91 @@ class Check {
   // Checks the outputs of an all_gather; messages as in gloo.
   void output_list(at::TensorList outputs, int world) const {
     if (outputs.size() == static_cast<size_t>(world)) return;
-    refuse(bridge::Kind::InvalidArgument, call_,
-           "invalid output tensor list at index 0 (expected length " + std::to_string(world) + ", got " +
-               std::to_string(outputs.size()) + ")");
+    bad("invalid output tensor list at index 0 (expected length ", world, ", got ", outputs.size(), ")");
   }
 
   void splits(const std::vector<int64_t>& sizes, const at::Tensor& tensor, int world) const {
     that(tensor.dim() > 0, "a zero-dimensional tensor cannot be split");
     for (const int64_t size : sizes) {
       if (size < 0 || size > tensor.size(0)) {
-        refuse(bridge::Kind::InvalidArgument, call_,
-               "split size " + std::to_string(size) + " is out of range for a tensor with " +
-                   std::to_string(tensor.size(0)) + " rows");
+        bad("split size ", size, " is out of range for a tensor with ", tensor.size(0), " rows");
       }
     }
     try {
       c10d::checkSplitSizes(sizes, tensor, world);
     } catch (const c10::Error& error) {
-      refuse(bridge::Kind::InvalidArgument, call_, error.msg());
+      bad(error.msg());
     }
   }
 
   void peer(int rank, int world, int tag) const {
-    if (rank < 0 || rank >= world) {
-      refuse(bridge::Kind::InvalidArgument, call_,
-             "invalid rank: " + std::to_string(rank) + " (the group has " + std::to_string(world) + " ranks)");
-    }
+    if (rank < 0 || rank >= world) bad("invalid rank: ", rank, " (the group has ", world, " ranks)");
     that(tag >= 0, "tag must be nonnegative");
   }
 
  private:
+  template <class... Parts>
+  [[noreturn]] void bad(const Parts&... parts) const {
+    refuse(bridge::Kind::InvalidArgument, call_, c10::str(parts...));
+  }
+
   void one(const at::Tensor& tensor, size_t index) const {
-    const auto bad = [&](const std::string& message) {
-      refuse(bridge::Kind::InvalidType, call_, "tensor at index " + std::to_string(index) + " " + message);
-    };
-    if (!tensor.defined()) bad("is undefined");
+    const auto wrong = [&](const auto&... message) { refuse(bridge::Kind::InvalidType, call_, c10::str(message...)); };
+    if (!tensor.defined()) wrong("tensor at index ", index, " is undefined");
     if (tensor.layout() != at::kStrided) {
-      refuse(bridge::Kind::InvalidType, call_,
-             "invalid tensor layout at index " + std::to_string(index) + " (expected Strided, got " +
-                 c10d::toString(tensor.layout()) + "): unsupported layout, only dense tensors are taken");
+      wrong("invalid tensor layout at index ", index, " (expected Strided, got ", c10d::toString(tensor.layout()),
+            "): unsupported layout, only dense tensors are taken");
     }
-    if (!tensor.device().is_cpu()) bad("is on device " + tensor.device().str() + "; accl takes CPU tensors");
-    if (!tensor.has_storage() || tensor._is_zerotensor()) bad("has no memory of its own; call contiguous() or clone() first");
+    if (!tensor.device().is_cpu()) wrong("tensor at index ", index, " is on device ", tensor.device(), "; accl takes CPU tensors");
+    if (!tensor.has_storage() || tensor._is_zerotensor()) {
+      wrong("tensor at index ", index, " has no memory of its own; call contiguous() or clone() first");
+    }
     if (tensor.numel() > 0) {
       const auto end = at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.element_size(), tensor.storage_offset());
       const auto bytes = tensor.storage().nbytes();
       if (end > bytes) {
-        refuse(bridge::Kind::InvalidArgument, call_,
-               "tensor at index " + std::to_string(index) + " needs " + std::to_string(end) + " bytes and its storage has " +
-                   std::to_string(bytes) + "; it was resized or freed");
+        bad("tensor at index ", index, " needs ", end, " bytes and its storage has ", bytes, "; it was resized or freed");
       }
     }
   }
 
   const char* call_;
+};
+
+// A call while it is being checked and described.
+struct Call {
+  Call(bridge::Collective collective, const char* name, int64_t root = 0)
+      : name(name), check(name), inputs(Access::kRead, name), outputs(Access::kWrite, name) {
+    args.collective = collective;
+    args.root = static_cast<uint32_t>(root);
+    args.factor = 1.0;
+    args.peer = -1;
+    args.timeout_ms = -1;
+    args.equal_blocks = true;
+    args.seq = -1;
+    args.is_profiled = false;
+  }
+
+  void reduce(const c10d::ReduceOp& op) {
+    // torch's codes of operators are also the engine's.
+    args.op = static_cast<uint8_t>(op.op_);
+    args.factor = factor_of(op, name);
+  }
+
+  // The result is valid as long as this call and its tensors live.
+  const bridge::CallArgs& finish() {
+    args.inputs = inputs.views();
+    args.input_blocks = inputs.counts();
+    args.outputs = outputs.views();
+    args.output_blocks = outputs.counts();
+    return args;
+  }
+
+  const char* name;
+  const Check check;
+  bridge::CallArgs args{};
+  Blocks inputs;
+  Blocks outputs;
 };
 
 }  // namespace accl

@@ -12,64 +12,11 @@
 
 namespace accl {
 
-// Names every scalar type explicitly, so that none is mapped to another by default.
-inline bridge::Dtype to_dtype(at::ScalarType type, const char* call) {
-  using bridge::Dtype;
-  using at::ScalarType;
-  switch (type) {
-    case ScalarType::Bool: return Dtype::Bool;
-    case ScalarType::Byte: return Dtype::U8;
-    case ScalarType::Char: return Dtype::I8;
-    case ScalarType::UInt16: return Dtype::U16;
-    case ScalarType::Short: return Dtype::I16;
-    case ScalarType::UInt32: return Dtype::U32;
-    case ScalarType::Int: return Dtype::I32;
-    case ScalarType::UInt64: return Dtype::U64;
-    case ScalarType::Long: return Dtype::I64;
-    case ScalarType::Half: return Dtype::F16;
-    case ScalarType::BFloat16: return Dtype::BF16;
-    case ScalarType::Float: return Dtype::F32;
-    case ScalarType::Double: return Dtype::F64;
-    case ScalarType::ComplexHalf: return Dtype::C32;
-    case ScalarType::ComplexFloat: return Dtype::C64;
-    case ScalarType::ComplexDouble: return Dtype::C128;
-    case ScalarType::Float8_e4m3fn: return Dtype::F8E4M3Fn;
-    case ScalarType::Float8_e5m2: return Dtype::F8E5M2;
-    case ScalarType::Float8_e4m3fnuz: return Dtype::F8E4M3FnUz;
-    case ScalarType::Float8_e5m2fnuz: return Dtype::F8E5M2FnUz;
-    case ScalarType::Float8_e8m0fnu: return Dtype::F8E8M0Fnu;
-    case ScalarType::Float4_e2m1fn_x2: return Dtype::F4E2M1FnX2;
-    ACCL_CASES_OF_NEWER_SCALAR_TYPES
-    // One byte per element, whatever its bits mean.
-    case ScalarType::Bits1x8: case ScalarType::Bits2x4: case ScalarType::Bits4x2: case ScalarType::Bits8:
-    case ScalarType::UInt1: case ScalarType::UInt2: case ScalarType::UInt3: case ScalarType::UInt4:
-    case ScalarType::UInt5: case ScalarType::UInt6: case ScalarType::UInt7:
-    case ScalarType::Int1: case ScalarType::Int2: case ScalarType::Int3: case ScalarType::Int4:
-    case ScalarType::Int5: case ScalarType::Int6: case ScalarType::Int7: return Dtype::Bits8;
-    case ScalarType::Bits16: return Dtype::Bits16;
-    // Quantized types: the scale would not be sent with the values.
-    case ScalarType::QInt8: case ScalarType::QUInt8: case ScalarType::QInt32: case ScalarType::QUInt4x2:
-    case ScalarType::QUInt2x4: case ScalarType::Undefined: case ScalarType::NumOptions: break;
-  }
-  refuse(bridge::Kind::Unsupported, call, std::string("tensors of type ") + c10::toString(type) + " cannot be sent");
-}
-
-inline bridge::ReduceOp to_reduce_op(const c10d::ReduceOp& op, const char* call) {
-  using bridge::ReduceOp;
-  using Torch = c10d::ReduceOp;
-  switch (op.op_) {
-    case Torch::SUM: return ReduceOp::Sum;
-    case Torch::AVG: return ReduceOp::Avg;
-    case Torch::PRODUCT: return ReduceOp::Product;
-    case Torch::MIN: return ReduceOp::Min;
-    case Torch::MAX: return ReduceOp::Max;
-    case Torch::BAND: return ReduceOp::Band;
-    case Torch::BOR: return ReduceOp::Bor;
-    case Torch::BXOR: return ReduceOp::Bxor;
-    case Torch::PREMUL_SUM: return ReduceOp::PremulSum;
-    case Torch::UNUSED: break;
-  }
-  refuse(bridge::Kind::Unsupported, call, "unknown reduce operator");
+// The code of a tensor's dtype.
+inline uint8_t to_dtype(at::ScalarType type, const char* call) {
+  const auto code = bridge::dtype_code(static_cast<int8_t>(type));
+  if (code == 255) refuse(bridge::Kind::Unsupported, call, c10::str("tensors of type ", type, " cannot be sent"));
+  return code;
 }
 
 // The factor of PREMUL_SUM, from a number or a tensor of one element; 1 for other operators.
@@ -158,8 +105,6 @@ class Blocks {
 
   rust::Slice<const bridge::TensorView> views() const { return {views_.data(), views_.size()}; }
   rust::Slice<const uint32_t> counts() const { return {counts_.data(), counts_.size()}; }
-  bool empty() const { return views_.empty(); }
-  bridge::Dtype dtype() const { return views_[0].dtype; }
 
  private:
   void push(const bridge::TensorView& view) {
@@ -204,41 +149,6 @@ class Blocks {
   c10::SmallVector<bridge::TensorView, 2> views_;
   c10::SmallVector<uint32_t, 4> counts_;
   std::list<std::vector<int64_t>> narrowed_;  // a list: pointers into it stay valid, and an empty one allocates nothing
-};
-
-// A call while it is being described.
-struct Call {
-  Call(bridge::Collective collective, const char* name, int64_t root = 0)
-      : name(name), inputs(Access::kRead, name), outputs(Access::kWrite, name) {
-    args.collective = collective;
-    args.root = static_cast<uint32_t>(root);
-    args.factor = 1.0;
-    args.peer = -1;
-    args.timeout_ms = -1;
-    args.equal_blocks = true;
-    args.seq = -1;
-    args.is_profiled = false;
-  }
-
-  void reduce(const c10d::ReduceOp& op) {
-    args.op = to_reduce_op(op, name);
-    args.factor = factor_of(op, name);
-  }
-
-  // The result is valid as long as this call and its tensors live.
-  const bridge::CallArgs& finish() {
-    args.inputs = inputs.views();
-    args.input_blocks = inputs.counts();
-    args.outputs = outputs.views();
-    args.output_blocks = outputs.counts();
-    args.dtype = !inputs.empty() ? inputs.dtype() : !outputs.empty() ? outputs.dtype() : bridge::Dtype::U8;
-    return args;
-  }
-
-  const char* name;
-  bridge::CallArgs args{};
-  Blocks inputs;
-  Blocks outputs;
 };
 
 }  // namespace accl

@@ -12,7 +12,7 @@
 #include <ATen/ATen.h>
 #include <ATen/SparseTensorImpl.h>
 
-#include "describe.h"
+#include "checks.h"
 #include "errors.h"
 #include "group_handle.h"
 #include "held_memory.h"

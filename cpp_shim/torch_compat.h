@@ -25,13 +25,9 @@
 // `Backend::Options::clone`, `Work::getTimeout`, and `get_error` and timing bound on the base class.
 #define ACCL_OVERRIDE_2_14 override
 #define ACCL_BASE_BINDS_ERROR_AND_TIMING 1
-// Scalar types that only newer torch versions have.
-#define ACCL_CASES_OF_NEWER_SCALAR_TYPES \
-  case at::ScalarType::BComplex32: return Dtype::BC32;
 #else
 #define ACCL_OVERRIDE_2_14
 #define ACCL_BASE_BINDS_ERROR_AND_TIMING 0
-#define ACCL_CASES_OF_NEWER_SCALAR_TYPES
 #endif
 
 namespace accl {

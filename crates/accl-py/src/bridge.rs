@@ -47,50 +47,6 @@ pub mod ffi {
         Recv = 10,
     }
 
-    /// `ReduceOp`.
-    #[repr(u8)]
-    enum ReduceOp {
-        Sum = 0,
-        Avg = 1,
-        Product = 2,
-        Min = 3,
-        Max = 4,
-        Band = 5,
-        Bor = 6,
-        Bxor = 7,
-        PremulSum = 8,
-    }
-
-    /// `Dtype`.
-    #[repr(u8)]
-    enum Dtype {
-        Bool = 0,
-        U8 = 1,
-        I8 = 2,
-        U16 = 3,
-        I16 = 4,
-        U32 = 5,
-        I32 = 6,
-        U64 = 7,
-        I64 = 8,
-        F16 = 9,
-        BF16 = 10,
-        F32 = 11,
-        F64 = 12,
-        C32 = 13,
-        C64 = 14,
-        C128 = 15,
-        F8E4M3Fn = 16,
-        F8E5M2 = 17,
-        F8E4M3FnUz = 18,
-        F8E5M2FnUz = 19,
-        F8E8M0Fnu = 20,
-        F4E2M1FnX2 = 21,
-        BC32 = 22,
-        Bits8 = 23,
-        Bits16 = 24,
-    }
-
     /// `ProfileNames`.
     #[repr(u8)]
     enum ProfileNames {
@@ -157,7 +113,8 @@ pub mod ffi {
         dim: usize,
         /// Number of elements of a dense tensor.
         count: i64,
-        dtype: Dtype,
+        /// The code that `dtype_code` returns.
+        dtype: u8,
         /// Whether the memory holds the conjugate.
         conj: bool,
         /// Whether the memory holds the negative.
@@ -167,7 +124,8 @@ pub mod ffi {
     /// One call. Blocks are given as the number of tensors in each.
     struct CallArgs<'a> {
         collective: Collective,
-        op: ReduceOp,
+        /// `c10d::ReduceOp::RedOpType`, whose codes are those of `ReduceOp`.
+        op: u8,
         /// Factor of `PREMUL_SUM`.
         factor: f64,
         /// Root of a rooted collective.
@@ -178,8 +136,6 @@ pub mod ffi {
         tag: u32,
         /// The timeout in milliseconds, or -1 for the group's timeout.
         timeout_ms: i64,
-        /// The dtype of the call's first tensor.
-        dtype: Dtype,
         inputs: &'a [TensorView],
         input_blocks: &'a [u32],
         outputs: &'a [TensorView],
@@ -284,6 +240,8 @@ pub mod ffi {
         fn group_algorithm(group: &Group, args: &CallArgs) -> Described;
         fn group_repeat(group: &Group, args: &CallArgs, samples: u32, calls: u32, fenced: bool) -> Repeated;
         fn collective_code(name: &str) -> Numbered;
+        /// The code of the dtype of torch's `ScalarType`, or 255 if its elements cannot be sent.
+        fn dtype_code(scalar_type: i8) -> u8;
         fn event_name(style: ProfileNames, event: EventName, title: &str, elements: i64) -> Described;
 
         fn ticket_done(ticket: &Ticket) -> Waited;
@@ -347,7 +305,7 @@ pub mod ffi {
 use accl_engine::fork_generation;
 
 use crate::group::{
-    group_abort, group_call, group_call_profiled, group_conclude, group_connect_all, group_create,
+    dtype_code, group_abort, group_call, group_call_profiled, group_conclude, group_connect_all, group_create,
     group_create_sibling, group_describe, group_enable_timing, group_error_type, group_first_error,
     group_monitored_barrier, group_next_seq, group_profile_names, group_reserve, group_set_timeout, group_shutdown,
     group_snapshot, group_spawn, group_submit,

@@ -5,7 +5,7 @@ use crate::bridge::ffi;
 /// The enums of `accl-types`.
 mod types {
     pub(super) use accl_types::config::ProfileNames;
-    pub(super) use accl_types::{Collective, Dtype, ErrorKind, ReduceOp};
+    pub(super) use accl_types::{Collective, ErrorKind};
 }
 
 macro_rules! same_codes {
@@ -32,9 +32,4 @@ same_codes! {
         AllReduce ReduceScatter AllGather Broadcast Reduce Gather Scatter AllToAll Barrier Send Recv
     }
     ProfileNames = ProfileNames { Accl Ccl Pg }
-    ReduceOp = ReduceOp { Sum Avg Product Min Max Band Bor Bxor PremulSum }
-    Dtype = Dtype {
-        Bool U8 I8 U16 I16 U32 I32 U64 I64 F16 BF16 F32 F64 C32 C64 C128 F8E4M3Fn F8E5M2 F8E4M3FnUz F8E5M2FnUz
-        F8E8M0Fnu F4E2M1FnX2 BC32 Bits8 Bits16
-    }
 }

@@ -418,7 +418,9 @@ pub(crate) fn millis(timeout_ms: i64) -> Option<Duration> {
 pub(crate) fn call_desc(args: &CallArgs, mode: Mode) -> Result<CallDesc> {
     let collective =
         Collective::from_code(args.collective.repr).ok_or_else(|| Error::internal("unknown collective code"))?;
-    let op = ReduceOp::from_code(args.op.repr).ok_or_else(|| Error::internal("unknown reduce operator code"))?;
+    let op = ReduceOp::from_code(args.op).ok_or_else(|| Error::unsupported("unknown reduce operator"))?;
+    // A barrier has no tensors.
+    let dtype = args.inputs.first().or(args.outputs.first()).map_or(Ok(Dtype::U8), |view| dtype(view.dtype))?;
     Ok(CallDesc {
         op,
         factor: args.factor,
@@ -433,7 +435,7 @@ pub(crate) fn call_desc(args: &CallArgs, mode: Mode) -> Result<CallDesc> {
         seq: u64::try_from(args.seq).ok(),
         encoding: compression::current(),
         phases: (args.is_profiled && !collective.is_point_to_point()).then(Phases::new),
-        ..CallDesc::new(collective, dtype(args.dtype)?)
+        ..CallDesc::new(collective, dtype)
     })
 }
 
@@ -469,6 +471,10 @@ fn tensor_desc(view: &TensorView) -> Result<TensorDesc> {
     Ok(tensor.viewed(view.conj, view.neg))
 }
 
-fn dtype(code: ffi::Dtype) -> Result<Dtype> {
-    Dtype::from_code(code.repr).ok_or_else(|| Error::internal("unknown dtype code"))
+fn dtype(code: u8) -> Result<Dtype> {
+    Dtype::from_code(code).ok_or_else(|| Error::internal("unknown dtype code"))
+}
+
+pub(crate) fn dtype_code(scalar_type: i8) -> u8 {
+    Dtype::from_torch(scalar_type).map_or(u8::MAX, |dtype| dtype as u8)
 }

@@ -55,6 +55,42 @@ macro_rules! dtypes {
     };
 }
 
+impl Dtype {
+    /// The dtype of torch's `ScalarType` with this code, or `None` if its elements cannot be sent. The scale of quantized
+    /// types would not be sent with them. torch's releases add codes and change none.
+    pub const fn from_torch(scalar_type: i8) -> Option<Dtype> {
+        Some(match scalar_type {
+            0 => Dtype::U8,
+            1 => Dtype::I8,
+            2 => Dtype::I16,
+            3 => Dtype::I32,
+            4 => Dtype::I64,
+            5 => Dtype::F16,
+            6 => Dtype::F32,
+            7 => Dtype::F64,
+            8 => Dtype::C32,
+            9 => Dtype::C64,
+            10 => Dtype::C128,
+            11 => Dtype::Bool,
+            15 => Dtype::BF16,
+            // Bits1x8, Bits2x4, Bits4x2, Bits8, UInt1 to UInt7, Int1 to Int7: one byte per element.
+            18..=21 | 30..=43 => Dtype::Bits8,
+            22 => Dtype::Bits16,
+            23 => Dtype::F8E5M2,
+            24 => Dtype::F8E4M3Fn,
+            25 => Dtype::F8E5M2FnUz,
+            26 => Dtype::F8E4M3FnUz,
+            27 => Dtype::U16,
+            28 => Dtype::U32,
+            29 => Dtype::U64,
+            44 => Dtype::F8E8M0Fnu,
+            45 => Dtype::F4E2M1FnX2,
+            46 => Dtype::BC32,
+            _ => return None,
+        })
+    }
+}
+
 dtypes! {
     /// `torch.bool`
     Bool = 0, "bool", 1, Bool;
@@ -124,5 +160,16 @@ mod tests {
             assert_eq!(Dtype::from_code(code as u8), Some(dtype));
         }
         assert_eq!(Dtype::from_code(Dtype::ALL.len() as u8), None);
+    }
+
+    #[test]
+    fn every_dtype_is_one_of_torchs_and_quantized_types_are_none() {
+        for &dtype in Dtype::ALL {
+            let codes = (i8::MIN..=i8::MAX).filter(|&code| Dtype::from_torch(code) == Some(dtype)).count();
+            assert_eq!(codes, if dtype == Dtype::Bits8 { 18 } else { 1 }, "{dtype}");
+        }
+        for quantized in [12, 13, 14, 16, 17] {
+            assert_eq!(Dtype::from_torch(quantized), None);
+        }
     }
 }
