@@ -124,7 +124,7 @@ pub mod ffi {
     /// One call. Blocks are given as the number of tensors in each.
     struct CallArgs<'a> {
         collective: Collective,
-        /// `c10d::ReduceOp::RedOpType`, whose codes are those of `ReduceOp`.
+        /// `c10d::ReduceOp::RedOpType`, which has the codes of `ReduceOp`.
         op: u8,
         /// Factor of `PREMUL_SUM`.
         factor: f64,

@@ -32,7 +32,7 @@ _SEED = 0x5EED
 
 @dataclass(frozen=True)
 class Spline:
-    """Several layers whose parameters are a B-spline in time: few sets of parameters determine those of many layers.
+    """Several layers whose parameters are a B-spline in time: few sets of parameters determine the parameters of many layers.
 
     It stands in the list of layers and takes the place of `layers` entries. Layer i of them is at the time
     `i * (control_points - degree) / layers`, in units of the distance of two knots. Its parameters are the sum of
@@ -215,7 +215,7 @@ class Interpolated(nn.Module):
         return self.block
 
     def interpolated(self) -> dict[str, Tensor]:
-        """Returns the layer's parameters by name: shape and dtype are those of a control point."""
+        """Returns the layer's parameters by name, each with the shape and dtype of a control point's."""
         used = [
             (coefficient, dict(point.named_parameters()))
             for coefficient, point in zip(self.coefficients, self.control_points.values())
