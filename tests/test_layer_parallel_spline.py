@@ -5,6 +5,7 @@ import io
 
 import pytest
 import torch
+import torch._dynamo  # imported once here: a compiled layer loads it, which takes seconds in every rank
 from support import on_ranks
 from support.nets import alone, drawn, gradients_of, squared
 from torch import nn
@@ -382,10 +383,105 @@ def test_control_points_that_differ_are_refused_on_all_ranks(rank, world):
     for build, text in (
         (
             growing,
-            r"control point 2 of the spline from layer 1 has the parameters weight float32\[5, 5\], and control point 1 has weight float32\[5, 5\], bias",
+            r"control point 2 of the spline from layer 1 has the parameters weight float32\[5, 5\], and control point \d has weight float32\[5, 5\], bias",
         ),
         (of_integers, r"the parameter count is torch.int64, which cannot be interpolated; make it a buffer"),
         (lambda number: 3, r"control point \d returned int; return a torch.nn.Module"),
     ):
         with pytest.raises((LayerParallelError, ValueError, TypeError), match=text):
             LayerParallel([plain(named(1)), spline(4, 1, layers=4, build=build)])
+
+
+@on_ranks(2, 3)
+def test_control_points_of_degree_zero_that_differ_are_refused_on_all_ranks(rank, world):
+    def growing(number):
+        return nn.Linear(WIDTH, WIDTH, bias=number < world - 1)
+
+    with pytest.raises(
+        (LayerParallelError, ValueError), match=r"control point \d of the spline from layer 0 has the parameters"
+    ):
+        LayerParallel([spline(world, 0, layers=2 * world, build=growing)])
+
+
+class Recurrent(nn.Module):
+    """A step with an LSTM."""
+
+    def __init__(self, number):
+        super().__init__()
+        torch.manual_seed(number)
+        self.cell = nn.LSTM(WIDTH, WIDTH, dtype=WIDE, batch_first=True)
+
+    def forward(self, x):
+        return self.cell(x[:, None])[0][:, 0]
+
+
+def test_a_spline_of_recurrent_modules_is_copied_after_a_step_and_keeps_no_interpolated_parameters():
+    net = LayerParallel([spline(3, 1, layers=6, build=Recurrent)], group="alone", mode="exact-wave")
+    x, target = batch()
+    loss = net.step(x, target, squared)
+    assert all(weight is None for layer in net.layers.values() for weight in layer.block.cell._flat_weights)
+    for other in (
+        copy.deepcopy(net),
+        coarsened(refined(net, 2), 2),
+        LayerParallel.from_serial(net.to_serial(), group="alone", mode="exact-wave"),
+    ):
+        assert torch.equal(other.step(x, target, squared), loss)
+
+
+@on_ranks(1, 2, 3)
+def test_a_net_of_other_depth_has_each_control_point_once_and_all_are_tied(rank, world):
+    net = LayerParallel([spline(5, 3, layers=16, kind=residual)], mode="exact-wave")
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
+    x, target = batch()
+    net.step(x, target, squared)
+    optimizer.step()
+    deeper, its = refined(net, 2, optimizer)
+    again, last = coarsened(deeper, 2, its)
+    for made, own in ((deeper, its), (again, last)):
+        points = {name.split("control_points.")[1] for name, _ in made.named_parameters()}
+        assert len(list(made.parameters())) == len(points) == len(own.param_groups[0]["params"]) == len(own.state)
+        assert len(list(made.to_serial().parameters())) == 10
+    for _ in range(2):
+        deeper.step(x, target, squared)
+        its.step()
+        its.zero_grad()
+    whole = deeper.to_serial()
+    assert len(list(whole.parameters())) == 10
+
+
+@on_ranks(1, 2)
+def test_the_first_layer_of_a_control_point_on_a_rank_can_be_replaced(rank, world):
+    net = LayerParallel([spline(3, 1, layers=8)], mode="exact-wave")
+    if "4" in net.layers:
+        net.layers["4"] = named(9)
+    x, target = batch()
+    net.step(x, target, squared)
+    whole = net.to_serial()
+    squared(whole(x), target).backward()
+    for name, gradient in gradients_of(net).items():
+        torch.testing.assert_close(gradient, whole.get_parameter(name).grad, rtol=1e-12, atol=1e-15)
+
+
+def test_a_function_that_returns_one_module_for_all_control_points_is_refused_and_leaves_it_whole():
+    module = named(1)
+    for degree in (0, 1):
+        with pytest.raises(TypeError, match=r"returned the same module or parameter for 0 and 1; build a new one"):
+            LayerParallel([Spline(ode(lambda number: module), 4, 3, degree)], group="alone")
+
+
+def test_a_compiled_layer_that_takes_dt_gets_few_graphs_in_a_spline():
+    graphs = []
+
+    def counted(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    counts = []
+    for layers in (8, 16):
+        torch._dynamo.reset()
+        graphs.clear()
+        entry = Spline(timed(lambda number: torch.compile(Stepped(number), backend=counted)), layers, 3, 1)
+        net = LayerParallel([entry], group="alone", fwd=Cycle(factor=2), bwd=Cycle(factor=2))
+        net.step(*batch(8), squared)
+        counts.append(len(graphs))
+    assert counts[0] == counts[1]

@@ -28,8 +28,8 @@ from ._ranks.wire import Wire
 from ._solve.audit import Audit, Excess, Probe, factor_of
 from ._solve.auto import Candidate, Choice, chosen, measured
 from ._solve.autograd import ForwardPass, WholeBatch
-from ._solve.batch import Batch, BatchInputs, BatchPlan, LossFunction, Norms
-from ._solve.cycle import Cycle, check_backward
+from ._solve.batch import Batch, BatchInputs, BatchPlan, LossFunction, LossInputs, Norms
+from ._solve.cycle import Cycle, check_backward, check_type, check_whole
 from ._solve.opening import key_of, opened
 from ._solve.passes import compare_losses, run_forward
 from ._solve.plans import Converging, Passes, Plans, Program
@@ -88,6 +88,12 @@ class Model(nn.Module):
         # A tensor that wants a gradient, for ranks that have no other. It is on the CPU, also if the net is built on the
         # meta device.
         self._anchor = torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True)
+        check_type("fwd", fwd, Cycle, "Cycle(factor=4)")
+        check_type("stop", stop, Stop, "Stop(tolerance=1e-4)")
+        check_type("audit", audit, Audits, "Audits(every=100)")
+        check_type("checkpoint", checkpoint, bool, "True")
+        if micro_batches is not None:
+            check_whole(type(self).__name__, micro_batches=micro_batches)
         self._can_be_cut = True
         self.norms = Norms()
         # Form of the last batch's output, known to all ranks.
@@ -251,6 +257,7 @@ class Model(nn.Module):
 
     @fwd.setter
     def fwd(self, cycle: Cycle) -> None:
+        check_type("fwd", cycle, Cycle, "Cycle(factor=4)")
         self.check_cycle(cycle)
         self._cycles["forward"] = cycle
 
@@ -276,6 +283,7 @@ class Model(nn.Module):
 
     @batch.setter
     def batch(self, number: int) -> None:
+        check_whole("net", batch=number)
         if number < 0:
             raise ValueError(f"batch={number}: give a batch number of at least 0")
         self._solver.shared.number = number
@@ -291,6 +299,8 @@ class Model(nn.Module):
 
     @guess.setter
     def guess(self, guess: Guess | None) -> None:
+        if guess is not None and not callable(guess):
+            raise TypeError(f"guess is {type(guess).__name__}; give a function from the number of a point to a state")
         self._solver.shared.guess = guess
 
     @property
@@ -424,8 +434,8 @@ class Model(nn.Module):
             batch = self._new_batch(inputs, call="step()")
             anchor: Tensor = WholeBatch.apply(batch, self._anchor, *batch.given, *batch.parameters)
             return anchor
-        except Exception as error:
-            # The forward pass of a wrapper must complete in all replicas alike. `step` raises the error.
+        except BaseException as error:
+            # The forward pass of a wrapper must complete in all replicas alike. `step` raises the error, and an interrupt.
             result.error = error
             return self._anchor.detach().clone().requires_grad_()
         finally:
@@ -450,10 +460,12 @@ class Model(nn.Module):
         """
         if self.training:
             raise RuntimeError("evaluate() of a net in training mode; call eval() first, and train() afterwards")
-        batch = self._new_batch(BatchInputs(x, side, target, loss_fn), call="evaluate()")
+        batch = self._new_batch(BatchInputs(x, side, LossInputs(target, loss_fn)), call="evaluate()")
         trained = self.batch_plan_of(self._mode if self._mode not in ("exact-pipeline", "auto") else "exact-wave")
         batch.prepare_for(trained)
-        with opened(batch, is_recorded=False, refusal=batch.inputs.refusal(self._wire, 1)):
+        # Ranks compare the training mode's settings too.
+        batch.plan = replace(batch.plan, settings=f"{batch.plan.settings}; the training mode's {trained.settings}")
+        with opened(batch, is_recorded=False, refusal=batch.inputs.loss.refusal(self._wire, 1)):
             return Evaluated(*compare_losses(batch, batch.plan.exact[0], trained.forward))
 
     def _new_batch(self, inputs: BatchInputs, *, call: str = "forward()") -> Batch:
@@ -642,11 +654,15 @@ def group_of(mesh: DeviceMesh | None, group: dist.ProcessGroup | Literal["alone"
     if mesh is not None and group is not None:
         raise ValueError("mesh and group are both given; give one of them")
     if mesh is not None:
+        check_type("mesh", mesh, DeviceMesh, "init_device_mesh('cpu', (4,))")
         if mesh.ndim != 1:
             raise ValueError(
                 f"the mesh has {mesh.ndim} dimensions; give the one dimension for the layers, such as mesh['lp']"
             )
         return mesh.get_group()
     if group is not None:
-        return None if isinstance(group, str) else group
+        if isinstance(group, str):
+            return None
+        check_type("group", group, dist.ProcessGroup, "dist.new_group(ranks)")
+        return group
     return dist.group.WORLD if dist.is_initialized() else None

@@ -6,8 +6,10 @@ Owns the net's construction, its placement, parameters that ranks share, and its
 
 from __future__ import annotations
 
+import math
 import pickle
 from collections.abc import Callable, Collection, Sequence
+from numbers import Real
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -24,13 +26,13 @@ from ._net.kinds import Kind, LayerKind, kind_of
 from ._net.pickled import pickled
 from ._net.serial import Serial
 from ._net.spatial import Spatial
-from ._net.spline import Section, Spline
+from ._net.spline import Interpolated, Section, Spline
 from ._net.ties import Ties, shared_names
 from ._ranks.agreed import agreed
 from ._ranks.failures import LayerParallelError, described, sentence
 from ._ranks.wire import Wire
 from ._solve.batch import Batch
-from ._solve.cycle import Cycle
+from ._solve.cycle import Cycle, check_type, check_whole
 from ._solve.plans import Net, Plans, specs_of
 from ._solve.settings import Audits, Stop, with_old_keywords, without_old_keywords
 from ._solve.solver import Guess, Solver
@@ -127,6 +129,7 @@ class LayerParallel(Model):
             stop=stop,
             audit=audit,
         )
+        _check(horizon, spatial, side_per_sample, replica)
         listed, splines = _blocks(layers, seed)
         blocks = _apart(listed, buffer_layers)
         kinds = [kind_of(block.kind) for block in blocks]
@@ -153,14 +156,14 @@ class LayerParallel(Model):
         of_splines = _names_of_splines(splines, net.owner, self._wire)
         shared = [*shared_names(given, net.owner), *of_splines]
         self._ties = Ties([*tie, *shared], net.owner, self._solver.layers.modules, self._wire)
-        self._solver.layers.not_counted, self._solver.layers.tied = self._ties.not_counted, self._ties.members
+        self._solver.layers.tied = self._ties.members
         self._solver.layers.are_added_in_order = True
         if self._ties.names:
             self._solver.copies = self._copies = Copies(self._wire, self.copied, "give all copies the same values")
             self._copies.check("building the net")
             self.register_state_dict_pre_hook(_made_equal)  # type: ignore[no-untyped-call]
         self._horizon, self._placement = horizon, placement
-        self._solver.shared.guess = guess
+        self.guess = guess
         self._solver.shared.spatial = spatial
         self._solver.shared.per_sample = frozenset(side_per_sample)
         specs = tuple((block.kind, block.is_apart) for block in blocks)
@@ -192,9 +195,12 @@ class LayerParallel(Model):
         """Adds up the gradients of shared parameters, and the gradients of side inputs over ranks."""
         try:
             self._ties.add_up(batch.evaluation, f"batch {batch.number}")
-        except ValueError as error:
+            batch.evaluation.add_layers()
+        except dist.DistError:
+            # Other ranks cannot be reached.
+            raise
+        except Exception as error:
             batch.fail(f"adding up gradients, batch {batch.number}", error)
-        batch.evaluation.add_layers()
         super().settle(batch)
 
     # ---- the same net on one rank
@@ -237,7 +243,7 @@ class LayerParallel(Model):
         found = {layer: module for part, _ in of_all for layer, module in pickle.loads(part).items()}
         modules = [found[layer] for layer in range(len(found))]
         kinds = [kind.name for kind in layers.kinds]
-        return Serial(modules, kinds, layers.dt, self._ties.names).train(self.training)
+        return Serial(modules, kinds, layers.dt, self._ties.names_in(found)).train(self.training)
 
 
 # ---- construction
@@ -249,6 +255,18 @@ def _made_equal(net: LayerParallel, prefix: str, keep_vars: bool) -> None:
         net._copies.make_equal(
             "state_dict() of a net with tied parameters (all ranks of the layers must call it together)"
         )
+
+
+def _check(horizon: Any, spatial: Any, side_per_sample: Any, replica: Any) -> None:
+    """Raises `TypeError` or `ValueError` for arguments that would fail later."""
+    if not isinstance(horizon, Real) or not math.isfinite(horizon):
+        raise ValueError(f"horizon={horizon!r}: give a finite number")
+    if spatial is not None:
+        check_type("spatial", spatial, Spatial, "Spatial(coarsen, refine)")
+    if isinstance(side_per_sample, str):
+        raise TypeError(f"side_per_sample={side_per_sample!r}: give a list of names, such as [{side_per_sample!r}]")
+    if replica is not None:
+        check_whole("LayerParallel", replica=replica)
 
 
 def _blocks(layers: Sequence[Block | Spline | nn.Module], seed: int) -> tuple[list[Block], list[Section]]:
@@ -278,11 +296,13 @@ def _names_of_splines(splines: Sequence[Section], owner: Callable[[int], int], w
     if not splines:
         return []
     # A rank without layers of a spline does not know the names of its parameters.
-    of_all = wire.gathered([spline.parameter_names() for spline in splines])
+    of_all = wire.gathered([spline.form() for spline in splines])
     groups = []
     for place, spline in enumerate(splines):
-        names: list[str] = next((of_rank[place] for of_rank in of_all if of_rank[place] is not None), [])
-        groups += spline.members(names, owner)
+        known = [of_rank[place] for of_rank in of_all if of_rank[place] is not None]
+        for each in known[1:]:
+            spline.check(*each, *known[0])
+        groups += spline.members([name for name, *_ in known[0][1]] if known else [], owner)
     return groups
 
 
@@ -311,6 +331,8 @@ def _placed(
 def _names(blocks: Sequence[Block], own: dict[int, nn.Module]) -> list[str]:
     def name(number: int, block: Block) -> str:
         module = own.get(number, block.module)
-        return type(module).__name__ if isinstance(module, nn.Module) else getattr(module, "__name__", "layer")
+        if not isinstance(module, nn.Module):
+            return getattr(module, "__name__", "layer")
+        return type(module.block if isinstance(module, Interpolated) else module).__name__
 
     return [name(number, block) for number, block in enumerate(blocks)]

@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from torch import nn
 
+from .._net.spline import Interpolated
 from .._ranks.agreed import agreed
 from .._stack import LayerParallel
 from .refinement import make_of
@@ -67,12 +68,18 @@ def layer_facts(net: LayerParallel) -> tuple[list[int], list[list[ParameterIndex
 
 
 def _shared(modules: Mapping[int, nn.Module]) -> list[list[ParameterIndex]]:
-    """Returns the groups of places that hold one parameter in several layers of this rank."""
+    """Returns the groups of places that hold one parameter in several layers of this rank.
+
+    A control point of a spline is a group also if one layer alone has it.
+    """
     found: dict[int, list[ParameterIndex]] = {}
+    of_splines: set[int] = set()
     for layer, module in modules.items():
         for place, parameter in zip(dict.fromkeys(_first_places(module)), module.parameters()):
             found.setdefault(id(parameter), []).append((layer, place))
-    return [group for group in found.values() if len(group) > 1]
+        splines = [each.control_points for each in module.modules() if isinstance(each, Interpolated)]
+        of_splines |= {id(parameter) for points in splines for parameter in points.parameters()}
+    return [group for key, group in found.items() if len(group) > 1 or key in of_splines]
 
 
 def _first_places(module: nn.Module) -> list[int]:

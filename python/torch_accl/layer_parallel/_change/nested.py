@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any, Literal, TypeVar, overload
 
@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from .._net.blocks import Block
 from .._net.scaled import scaled
-from .._net.spline import Interpolated
+from .._net.spline import Interpolated, share_control_points
 from .._ranks.agreed import agreed
 from .._solve.settings import without_old_keywords
 from .._solve.solver import Guess
@@ -399,7 +399,8 @@ def _settings_of(net: LayerParallel) -> dict[str, Any]:
         bwd=net.bwd,
         spatial=net._solver.shared.spatial,
         placement=net._placement,
-        micro_batches=net._micro_batches,
+        # None unless the user has given it: then the loss may not be a mean over micro-batches.
+        micro_batches=net._micro_batches if net._may_be_cut else None,
         schedule=net._schedule,
         side_per_sample=net._solver.shared.per_sample,
         checkpoint=net._checkpoint,
@@ -419,6 +420,8 @@ class _Layers:
 
     modules: dict[int, nn.Module]
     new_parameters: list[NewParameter]
+    # Control points of splines, which layers share.
+    control_points: dict[tuple[int, str], nn.Module] = field(default_factory=dict)
 
 
 def _copied(
@@ -441,13 +444,16 @@ def _copied(
         fixed = slots_of(module, tied.get(origin.layer, ()))
         if other is not None:
             _mix(module, other.module, origin.share, fixed)
+        share_control_points(module, made.control_points)
         is_scaled = kind.is_wrapped(request.residual)
         if is_scaled:
             module = scaled(module, request.by)
         made.modules[number] = module
         if cls is not None:
             ratio = request.ratio if (kind.has_dt or is_scaled) and request.moments != "copied" else 1.0
-            made.new_parameters += _new_parameters(cls, number, module, own, other, origin.share, ratio, fixed)
+            known = {id(each.parameter) for each in made.new_parameters} if made.control_points else set()
+            found = _new_parameters(cls, number, module, own, other, origin.share, ratio, fixed)
+            made.new_parameters += [each for each in found if id(each.parameter) not in known]
     return made
 
 

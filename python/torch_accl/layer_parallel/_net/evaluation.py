@@ -36,6 +36,7 @@ __all__ = [
     "States",
     "form_returned",
     "keep_freed_memory",
+    "parameter_if_any",
     "parameter_of",
     "states_of",
 ]
@@ -128,10 +129,9 @@ class Layers:
         self.kinds = kinds
         self.dt = dt
         self.seed = seed
-        # Parameters that are the same as an earlier one, by layer and name.
-        self.not_counted: set[tuple[int, str]] = set()
-        # Parameters of which `ties.py` adds up the gradients, by layer and name.
-        self.tied: set[tuple[int, str]] = set()
+        # The groups of tied parameters, each by layer and name. `ties.py` adds up their gradients. The first of a group
+        # stands for all in sums over parameters.
+        self.tied: Sequence[Sequence[tuple[int, str]]] = ()
         # Whether gradients of a parameter that several layers share are added in the order of the layers.
         self.are_added_in_order = False
         # The modules that `state` last saw, and how often it found others in their places.
@@ -190,14 +190,23 @@ class Layers:
 
     def parts(self) -> dict[int, list[nn.Parameter]]:
         """Returns the parameters that this rank contributes to sums over all parameters, by layer, each once."""
-        seen: set[int] = set()
+        seen = self.not_counted()
         found: dict[int, list[nn.Parameter]] = {}
         for layer, module in self.modules.items():
             found[layer] = []
-            for name, parameter in module.named_parameters():
-                if id(parameter) not in seen and (layer, name) not in self.not_counted:
+            for parameter in module.parameters():
+                if id(parameter) not in seen:
                     found[layer].append(parameter)
                 seen.add(id(parameter))
+        return found
+
+    def not_counted(self) -> set[int]:
+        """Returns the identities of this rank's parameters for which another of their group stands."""
+        modules = self.modules
+        found: set[int] = set()
+        for group in self.tied:
+            first, *others = ([parameter_if_any(modules, *member)] for member in group)
+            found |= {id(other) for (other,) in others if other is not None and other is not first[0]}
         return found
 
     def sums(self, of_layer: Mapping[int, Sequence[tuple[str, int]]], *, is_in_parts: bool) -> dict[int, LayerSum]:
@@ -208,7 +217,9 @@ class Layers:
         if not self.are_added_in_order:
             return {}
         modules = self.modules
-        tied = {id(parameter_of(modules[layer], name)) for layer, name in self.tied if layer in modules}
+        tied = {
+            id(parameter_if_any(modules, *member)) for group in self.tied for member in group if member[0] in modules
+        }
         of_slot: dict[int, list[int]] = {}
         waiting: set[int] = set()
         for layer, own in of_layer.items():
@@ -256,8 +267,11 @@ class Evaluation:
         layer_inputs: LayerInputs | None = None,
         keeps_graph: Callable[[int], bool] | None = None,
         is_in_parts: bool = False,
+        autocast: tuple[bool, torch.dtype] | None = None,
     ) -> None:
-        """`is_in_parts`: whether the batch is split into micro-batches."""
+        """is_in_parts: whether the batch is split into micro-batches.
+        autocast: whether autocast is on, and its dtype. None: the settings around this call.
+        """
         self.layers = layers
         self.leaves_no_trace = leaves_no_trace
         self.modules = layers.modules
@@ -283,8 +297,13 @@ class Evaluation:
         # compared.
         self._left: tuple[int, int, States] | tuple[()] | None = None
         # The autocast settings of the forward pass; other settings may be active around the backward pass.
-        self._autocast = (torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type))
+        self.autocast = autocast or (torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type))
         self._buffered: dict[int, bool] = {}
+
+    def as_in_forward(self) -> AbstractContextManager[Any]:
+        """Inside the context, autocast is as it was around the forward pass."""
+        enabled, dtype = self.autocast
+        return torch.autocast(self.device.type, dtype, enabled=enabled)
 
     # ---- forward
 
@@ -374,11 +393,7 @@ class Evaluation:
             others |= kept or self._copies(layer)
         # A repeated evaluation uses the autocast settings of the first, whatever settings are active around the
         # backward pass.
-        kind, (enabled, dtype) = self.device.type, self._autocast
-        autocast: AbstractContextManager[Any] = (
-            nullcontext() if leaves_trace else torch.autocast(kind, dtype, enabled=enabled)
-        )
-        with torch.enable_grad(), autocast:
+        with torch.enable_grad(), nullcontext() if leaves_trace else self.as_in_forward():
             extra = self.layer_inputs.of(layer, micro_batch)
             given: States = []
             if extra is not None:
@@ -601,13 +616,25 @@ class Evaluation:
                 first.setdefault(slot, other)
         return [
             self.gradients[slot]
-            for name, slot in self._of_layer.get(layer, [])
-            if first[slot] == layer and (layer, name) not in self.layers.not_counted
+            for _, slot in self._of_layer.get(layer, [])
+            if first[slot] == layer and id(self.parameters[slot]) not in self._not_counted
         ]
+
+    @functools.cached_property
+    def _not_counted(self) -> set[int]:
+        return self.layers.not_counted()
 
     def forget(self, layer: int, micro_batch: int) -> None:
         """Releases the graph of a layer."""
         self.tape.pop((layer, micro_batch), None)
+
+
+def parameter_if_any(modules: Mapping[int, nn.Module], layer: int, name: str) -> Tensor | None:
+    """Returns a layer's parameter. None if the layer is on another rank, or was replaced by one without it."""
+    try:
+        return parameter_of(modules[layer], name) if layer in modules else None
+    except AttributeError:
+        return None
 
 
 def parameter_of(module: nn.Module, name: str) -> Tensor:
@@ -625,7 +652,12 @@ def _is_compiled(module: nn.Module) -> bool:
 
     Then numbers among its arguments would be compiled in, with one graph per level.
     """
-    return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
+    inner = getattr(module, "stands_around", None)
+    return (
+        module._compiled_call_impl is not None
+        or hasattr(module, "_orig_mod")
+        or (inner is not None and _is_compiled(inner))
+    )
 
 
 @functools.cache

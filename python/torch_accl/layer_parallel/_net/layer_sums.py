@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
 from torch import Tensor
 
-__all__ = ["LayerSum"]
+__all__ = ["LayerSum", "added"]
 
 
 class LayerSum:
@@ -46,8 +47,14 @@ class LayerSum:
     def _total_with(self, part: Tensor) -> Tensor:
         if self._total is None:
             return part
-        if not self._is_own:
+        if not self._is_own or self._total.layout != torch.strided:
             # A gradient may be another owner's tensor, so the first sum is a new one.
             self._is_own = True
-            return self._total + part
+            return added(self._total, part)
         return self._total.add_(part)
+
+
+def added(total: Tensor, part: Tensor) -> Tensor:
+    """Returns the sum of two gradients, each dense or sparse."""
+    # torch adds a sparse tensor to a dense one, but not a dense one to a sparse one.
+    return part + total if total.layout != torch.strided else total + part

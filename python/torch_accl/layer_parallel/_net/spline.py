@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
@@ -19,13 +21,18 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 
-from .blocks import Block, Builder, mixed, seeded
+from .._ranks.failures import described
+from .blocks import Block, mixed, seeded
 from .kinds import CoarseStep
 from .tree import is_state
 
-__all__ = ["Interpolated", "Section", "Spline", "coefficients"]
+__all__ = ["Interpolated", "Section", "Spline", "coefficients", "share_control_points"]
 
 
+# The name, shape and dtype of each parameter.
+Form = list[tuple[str, list[int], torch.dtype]]
+# A reference to an object that no longer exists.
+_NOTHING = weakref.ref(type("_Nothing", (), {})())
 # Distinguishes the seed of a control point from the seed of a layer with the same number.
 _SEED = 0x5EED
 
@@ -101,69 +108,83 @@ class Section:
         functools.update_wrapper(build, layer.module, assigned=("__name__",), updated=())
         return [Block(build, layer.kind, layer.is_apart)] * self.spline.layers
 
-    def parameter_names(self) -> list[str] | None:
-        """Returns the names of a control point's parameters, or None if this rank has built none."""
-        return next((point.names for point in self._points.values()), None)
+    def form(self) -> tuple[int, Form] | None:
+        """Returns the number of a control point that this rank has built, and its form. None if it has built none."""
+        return next(((number, point.form) for number, point in self._points.items()), None)
+
+    def check(self, number: int, form: Form, other: int, others: Form) -> None:
+        """Raises `ValueError` if two control points have different forms."""
+        if form != others:
+            raise ValueError(
+                f"control point {number} of the spline from layer {self.first} has the parameters {_shown(form)}, and control point {other} has "
+                f"{_shown(others)}; build all of them with the same names, shapes and dtypes"
+            )
 
     def members(self, names: Sequence[str], owner: Callable[[int], int]) -> list[list[str]]:
-        """Returns the groups of names of parameters that are one on several ranks, one name for each rank.
-
-        On a rank, layers share the parameter itself.
-        """
+        """Returns the groups of names of parameters that are one on several ranks. On a rank, layers share it."""
         groups = []
         spline = self.spline
-        firsts: list[dict[int, int]] = [{} for _ in range(spline.control_points)]
+        of_point: list[list[int]] = [[] for _ in range(spline.control_points)]
         for layer in range(spline.layers):
             point, _ = spline.location(layer)
-            for used in firsts[point : point + spline.degree + 1]:
-                used.setdefault(owner(self.first + layer), self.first + layer)
-        for point, used in enumerate(firsts):
-            if len(used) > 1:
-                groups += [
-                    [f"layers.{layer}.control_points.{point}.{name}" for layer in used.values()] for name in names
-                ]
+            for used in of_point[point : point + spline.degree + 1]:
+                used.append(self.first + layer)
+        for point, used in enumerate(of_point):
+            if len({owner(layer) for layer in used}) > 1:
+                groups += [[f"layers.{layer}.control_points.{point}.{name}" for layer in used] for name in names]
         return groups
 
     def _built(self, number: int) -> nn.Module:
         first, values = self.spline.location(number - self.first)
         points = {point: self._point(point) for point in range(first, first + len(values))}
-        for point, each in points.items():
-            if each.form != points[first].form:
-                raise ValueError(
-                    f"control point {point} of the spline from layer {self.first} has the parameters {_shown(each.form)}, and control point {first} has "
-                    f"{_shown(points[first].form)}; build all of them with the same names, shapes and dtypes"
-                )
-        modules = {point: each.parameters for point, each in points.items()}
-        block = copy.deepcopy(points[first].block)
+        try:
+            block = copy.deepcopy(points[first].block)
+        except Exception as error:
+            raise TypeError(
+                f"the module of control point {first} cannot be copied for each layer: {described(error)}"
+            ) from error
         cls = _InterpolatedCustom if hasattr(block, "coarse_step") else Interpolated
-        return cls(block, modules, values, points[first].first_names)
+        modules = {point: each.parameters for point, each in points.items()}
+        return cls(block, modules, values, points[first].first_names, self.first)
 
     def _point(self, number: int) -> _ControlPoint:
         if number not in self._points:
-            build = self.spline.layer.module
-            assert not isinstance(build, nn.Module)
-            with seeded(mixed(self.seed, self.first, number, _SEED)):
-                self._points[number] = _ControlPoint(build, number)
+            known = self.form()
+            point = _ControlPoint(number, self._build(number), self._points)
+            if known is not None:
+                self.check(number, point.form, *known)
+            self._points[number] = point
         return self._points[number]
+
+    def _build(self, number: int) -> nn.Module:
+        build = self.spline.layer.module
+        assert not isinstance(build, nn.Module)
+        with seeded(mixed(self.seed, self.first, number, _SEED)):
+            return build(number)
 
 
 class _ControlPoint:
     """A control point: its parameters, in modules of the same names, and the module without them."""
 
-    def __init__(self, build: Builder, number: int) -> None:
-        block = build(number)
+    def __init__(self, number: int, block: Any, others: Mapping[int, _ControlPoint]) -> None:
         if not isinstance(block, nn.Module):
             raise TypeError(
                 f"the function that builds control point {number} returned {type(block).__name__}; return a torch.nn.Module"
             )
         named = dict(block.named_parameters())
+        self.identities = {id(parameter) for parameter in named.values()}
+        for other, each in others.items():
+            if block is each.block or self.identities & each.identities:
+                raise TypeError(
+                    f"the function that builds control points returned the same module or parameter for {other} and {number}; build a new one for each"
+                )
         for name, parameter in named.items():
             if not is_state(parameter):
                 raise TypeError(
                     f"control point {number}: the parameter {name} is {parameter.dtype}, which cannot be interpolated; make it a buffer"
                 )
         of_parameter = {id(parameter): name for name, parameter in named.items()}
-        self.form = [(name, list(each.shape), each.dtype) for name, each in named.items()]
+        self.form: Form = [(name, list(each.shape), each.dtype) for name, each in named.items()]
         # All names of the parameters, each with the first name of the same parameter.
         self.first_names = {
             name: of_parameter[id(parameter)] for name, parameter in block.named_parameters(remove_duplicate=False)
@@ -180,12 +201,9 @@ class _ControlPoint:
         for module in block.modules():
             for name in module._parameters:
                 module._parameters[name] = None
-        self.block = block
-
-    @property
-    def names(self) -> list[str]:
-        """The names of the parameters."""
-        return [name for name, _, _ in self.form]
+            if isinstance(module, nn.RNNBase):
+                _empty(module)
+        self.block: nn.Module = block
 
 
 class Interpolated(nn.Module):
@@ -194,6 +212,7 @@ class Interpolated(nn.Module):
     block: the layer without parameters, with buffers of its own.
     control_points: the parameters of each control point by its number, shared with other layers.
     coefficients: the coefficient of each control point.
+    spline: the number of the spline's first layer in the net for which it was built.
     """
 
     def __init__(
@@ -202,11 +221,13 @@ class Interpolated(nn.Module):
         control_points: dict[int, nn.Module],
         coefficients: Sequence[float],
         first_names: dict[str, str],
+        spline: int,
     ) -> None:
         super().__init__()
         self.block = block
         self.control_points = nn.ModuleDict({str(number): each for number, each in control_points.items()})
         self.coefficients = tuple(coefficients)
+        self.spline = spline
         self._first_names = first_names
 
     @property
@@ -233,11 +254,19 @@ class Interpolated(nn.Module):
 
     def forward(self, *arguments: Any, **named: Any) -> Any:
         """Returns the block's result with the interpolated parameters."""
-        return functional_call(self.block, self.interpolated(), arguments, named)
+        with _filled(self.block):
+            return functional_call(self.block, self.interpolated(), arguments, named)
 
-    def extra_repr(self) -> str:
-        """Text that `print` shows in addition to the block."""
-        return f"coefficients={self.coefficients}"
+
+def share_control_points(layer: nn.Module, known: dict[tuple[int, str], nn.Module]) -> None:
+    """Replaces the control points in a copy of a layer by the known ones, and adds the others to the known ones.
+
+    Control points are known by their spline and number. Copies of one control point have equal values.
+    """
+    for module in layer.modules():
+        if isinstance(module, Interpolated):
+            for number, point in list(module.control_points.items()):
+                module.control_points[number] = known.setdefault((module.spline, number), point)
 
 
 class _Combination(torch.autograd.Function):
@@ -270,7 +299,8 @@ class _InterpolatedCustom(Interpolated):
     def coarse_step(self, *arguments: Any, **named: Any) -> Any:
         """Returns the block's coarse step with the interpolated parameters."""
         parameters = {f"module.{name}": each for name, each in self.interpolated().items()}
-        return functional_call(CoarseStep(self.block), parameters, arguments, named)
+        with _filled(self.block):
+            return functional_call(CoarseStep(self.block), parameters, arguments, named)
 
 
 def coefficients(time: Fraction, degree: int) -> tuple[float, ...]:
@@ -290,5 +320,26 @@ def coefficients(time: Fraction, degree: int) -> tuple[float, ...]:
     return tuple(map(float, values))
 
 
-def _shown(form: Sequence[tuple[str, list[int], torch.dtype]]) -> str:
+@contextmanager
+def _filled(block: nn.Module) -> Iterator[None]:
+    """Inside the context, torch's recurrent modules notice that their parameters are other ones.
+
+    They keep a list of their parameters in addition, which the end of the context empties.
+    """
+    recurrent = [module for module in block.modules() if isinstance(module, nn.RNNBase)]
+    for module in recurrent:
+        # A reference that leads to no tensor makes torch fill the list again.
+        module._flat_weight_refs = [_NOTHING] * len(module._flat_weights_names)
+    try:
+        yield
+    finally:
+        for module in recurrent:
+            _empty(module)
+
+
+def _empty(module: nn.RNNBase) -> None:
+    module._flat_weights = [None] * len(module._flat_weights_names)
+
+
+def _shown(form: Form) -> str:
     return ", ".join(f"{name} {str(dtype).removeprefix('torch.')}{shape}" for name, shape, dtype in form) or "none"

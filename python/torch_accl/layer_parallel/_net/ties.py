@@ -6,7 +6,8 @@ get. Only ranks that have some of them take part. `copies.py` keeps them equal.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,8 @@ from torch import Tensor, nn
 from .._ranks.failures import described
 from .._ranks.wire import Wire, tried
 from .copies import Copied
-from .evaluation import Evaluation, parameter_of
+from .evaluation import Evaluation, parameter_if_any
+from .layer_sums import added
 
 __all__ = ["Ties", "shared_names"]
 
@@ -30,7 +32,14 @@ class _Member:
     name: str
     owner: int
 
+    @property
+    def full_name(self) -> str:
+        """The name in the net."""
+        return f"layers.{self.layer}.{self.name}"
 
+
+# Largest number of parameters of a group that messages name.
+_SHOWN = 4
 # Flags of a group: some of its parameters want a gradient, and some do not.
 _TRAINED, _FIXED = 1, 2
 
@@ -55,10 +64,8 @@ class _Sum:
         self.slots: set[int] = set()
         # This rank's gradients by layer and index.
         self._parts: dict[tuple[int, int], Tensor] = {}
-        for member in group:
-            if member.owner == wire.rank:
-                self._take(member, evaluation)
-                self._like = parameter_of(evaluation.modules[member.layer], member.name)
+        for member, self._like in _found(group, evaluation.modules, wire):
+            self._take(member, evaluation)
 
     def _take(self, member: _Member, evaluation: Evaluation) -> None:
         slot = evaluation.slot_of(member.layer, member.name)
@@ -81,7 +88,11 @@ class _Sum:
         self.learn(flags, total)
         for key in sorted(self._parts, reverse=True):
             part = self._parts.pop(key)
-            self.total = part if self.total is None else self.total + part
+            self.total = part if self.total is None else added(self.total, part)
+        is_alone = self.higher is None and self.lower is None
+        if not is_alone and self.total is not None and self.total.layout != torch.strided:
+            # Ranks send dense tensors, and all of them get the same gradient.
+            self.total = self.total.to_dense()
 
     def learn(self, flags: Tensor, total: Tensor) -> None:
         """Takes over another rank's sum."""
@@ -141,36 +152,38 @@ class Ties:
     ) -> None:
         self._wire = wire
         self._groups = [[_member(name, owner) for name in group] for group in _merged(groups)]
+        # The ranks that have each group.
+        self._owners = [tuple(sorted({member.owner for member in group})) for group in self._groups]
         if not self._groups:
             return
         self._check(modules)
         for group in self._groups:
             self._begin_alike(group, modules)
 
-    @property
+    @functools.cached_property
     def names(self) -> list[list[str]]:
         """The names of each group's parameters."""
-        return [[f"layers.{member.layer}.{member.name}" for member in group] for group in self._groups]
+        return [[member.full_name for member in group] for group in self._groups]
+
+    def names_in(self, modules: Mapping[int, nn.Module]) -> list[list[str]]:
+        """Returns the names of each group's parameters that these layers have. A layer may have been replaced."""
+        groups = [
+            [each.full_name for each in group if parameter_if_any(modules, each.layer, each.name) is not None]
+            for group in self._groups
+        ]
+        return [names for names in groups if len(names) > 1]
 
     @property
-    def members(self) -> set[tuple[int, str]]:
-        """All parameters of the groups, by layer and name."""
-        return {(member.layer, member.name) for group in self._groups for member in group}
-
-    @property
-    def not_counted(self) -> set[tuple[int, str]]:
-        """All parameters but the first of each group, by layer and name. Sums over parameters count a group once."""
-        return {(member.layer, member.name) for group in self._groups for member in group[1:]}
+    def members(self) -> list[list[tuple[int, str]]]:
+        """The parameters of each group, by layer and name."""
+        return [[(member.layer, member.name) for member in group] for group in self._groups]
 
     def copied(self, modules: dict[int, nn.Module]) -> list[Copied]:
         """Returns each group as a parameter of which ranks have copies, with this rank's copies."""
         found = []
-        for group, names in zip(self._groups, self.names):
-            own = [
-                parameter_of(modules[member.layer], member.name) for member in group if member.owner == self._wire.rank
-            ]
-            mine = list({id(parameter): parameter for parameter in own}.values())
-            found.append(Copied(", ".join(names), tuple(sorted({member.owner for member in group})), mine))
+        for group, owners in zip(self._groups, self._owners):
+            own = {id(parameter): parameter for _, parameter in _found(group, modules, self._wire)}
+            found.append(Copied(_shown(group), owners, list(own.values())))
         return found
 
     def add_up(self, evaluation: Evaluation, what: str) -> None:
@@ -187,8 +200,9 @@ class Ties:
         # All groups exchange their gradients before an error is raised, because other ranks take part in other groups.
         for each in sums:
             if each.trained == _TRAINED | _FIXED:
-                names = ", ".join(f"layers.{member.layer}.{member.name}" for member in each.group)
-                raise ValueError(f"tied parameters {names} differ in requires_grad; set it alike for all of them")
+                raise ValueError(
+                    f"tied parameters {_shown(each.group)} differ in requires_grad; set it alike for all of them"
+                )
             for slot in each.slots:
                 evaluation.gradients[slot] = each.total
                 evaluation.sums.pop(slot, None)
@@ -234,13 +248,35 @@ class Ties:
                     other.copy_(own[0])
 
 
+def _found(group: Sequence[_Member], modules: Mapping[int, nn.Module], wire: Wire) -> list[tuple[_Member, Tensor]]:
+    """Returns this rank's parameters of a group. Layers that were replaced by others without the parameter are left out.
+
+    Raises `AttributeError` if this rank has none of its parameters any more.
+    """
+    own = [member for member in group if member.owner == wire.rank]
+    found = [(member, parameter_if_any(modules, member.layer, member.name)) for member in own]
+    known = [(member, parameter) for member, parameter in found if parameter is not None]
+    if own and not known:
+        raise AttributeError(
+            f"this rank no longer has {own[0].full_name}, which is tied to parameters of other layers; replace a layer by one with the same parameters"
+        )
+    return known
+
+
+def _shown(group: Sequence[_Member]) -> str:
+    """Returns the names of a group's parameters, at most one for each rank if there are more than a few."""
+    if len(group) > _SHOWN:
+        group = list({member.owner: member for member in reversed(group)}.values())[::-1]
+    return ", ".join(member.full_name for member in group)
+
+
 def shared_names(modules: Sequence[Any], owner: Callable[[int], int]) -> list[list[str]]:
     """Returns the groups of names of one parameter in layers of several ranks, if all of these are given as modules."""
     names: dict[int, list[str]] = {}
     owners: dict[int, set[int]] = {}
     for layer, module in enumerate(modules):
         if isinstance(module, nn.Module):
-            for name, parameter in module.named_parameters():
+            for name, parameter in module.named_parameters(remove_duplicate=False):
                 names.setdefault(id(parameter), []).append(f"layers.{layer}.{name}")
                 owners.setdefault(id(parameter), set()).add(owner(layer))
     return [group for key, group in names.items() if len(owners[key]) > 1]

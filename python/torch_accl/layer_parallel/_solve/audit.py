@@ -98,7 +98,8 @@ def figures(pairs: Sequence[tuple[Tensor | None, Tensor | None]]) -> tuple[float
             continue
         a = torch.zeros_like(right) if found is None else found  # type: ignore[arg-type]
         b = torch.zeros_like(a) if right is None else right
-        a, b = (torch.view_as_real(t) if t.is_complex() else t for t in (a.detach(), b.detach()))
+        a, b = (t.to_dense() if t.layout != torch.strided else t for t in (a.detach(), b.detach()))
+        a, b = (torch.view_as_real(t) if t.is_complex() else t for t in (a, b))
         a, b = a.double().flatten(), b.double().flatten()
         difference += float(torch.dot(a - b, a - b))
         exact += float(torch.dot(b, b))

@@ -63,7 +63,7 @@ class WholeBatch(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, batch: Batch, anchor: Tensor, *tensors: Tensor) -> Tensor:
-        refusal = batch.inputs.refusal(batch.solver.wire, batch.micro_batches)
+        refusal = batch.inputs.loss.refusal(batch.solver.wire, batch.micro_batches)
         with opened(batch, is_recorded=True, refusal=refusal):
             gradients = run_step(batch)
         batch.forward_is_over()

@@ -72,17 +72,13 @@ class BatchPlan:
     meshes: int = 0
     # Returns whether a layer's graph is kept until the adjoint pass. None: all are kept.
     keeps_graph: Callable[[int], bool] | None = None
-    # Every batch whose number is divisible by this is run a second time, exactly. 0: none is.
+    # Every batch in training whose number is divisible by this is run a second time, exactly. 0: none is.
     audit_every: int = 0
 
     @property
     def is_exact(self) -> bool:
         """Whether the mode has no iterations."""
         return self.mode in ("exact-wave", "exact-pipeline")
-
-    def is_audited(self, number: int) -> bool:
-        """Returns whether the batch with this number is run a second time."""
-        return self.audit_every > 0 and not self.is_exact and number % self.audit_every == 0
 
 
 class Result:
@@ -92,22 +88,22 @@ class Result:
         # None until a net has got the inputs.
         self.solver: Solver | None = None
         self.loss: Tensor | None = None
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
 
 
-@dataclass
-class BatchInputs:
-    """All that a user gives for one batch. `step` passes it through the modules that wrap the net."""
+class LossInputs:
+    """The user's part of a loss: the target, the function, and a factor of the loss.
 
-    x: Any
-    side: dict[str, Any] | None = None
-    target: Any = None
-    loss_fn: LossFunction | None = None
-    loss_scale: float = 1.0
-    # A wrapper that casts its arguments makes new inputs. They share this object with the first.
-    result: Result = field(default_factory=Result)
+    It is no dataclass: a wrapper with mixed precision casts the fields of dataclasses, but the loss belongs to the
+    caller.
+    """
 
-    def loss_of(self, y: Any, micro_batch: int, micro_batches: int) -> Tensor:
+    def __init__(self, target: Any = None, loss_fn: LossFunction | None = None, scale: float = 1.0) -> None:
+        self.target = target
+        self.loss_fn = loss_fn
+        self.scale = scale
+
+    def of(self, y: Any, micro_batch: int, micro_batches: int) -> Tensor:
         """Returns a micro-batch's share of the batch's loss, from the output of the micro-batch."""
         assert self.loss_fn is not None
         target = self.target
@@ -133,6 +129,17 @@ class BatchInputs:
             except Exception as error:
                 return type(error)(str(error).replace("the input", "the target"))
         return None
+
+
+@dataclass
+class BatchInputs:
+    """All that a user gives for one batch. `step` passes it through the modules that wrap the net."""
+
+    x: Any
+    side: dict[str, Any] | None = None
+    # A wrapper that casts its arguments makes new inputs. They share these objects with the first.
+    loss: LossInputs = field(default_factory=LossInputs)
+    result: Result = field(default_factory=Result)
 
 
 class Batch:
@@ -197,7 +204,9 @@ class Batch:
             self.refusal = error
         # Leaves from the user that may want a gradient.
         x, side = inputs.x, inputs.side
-        side_inputs = [side[name] for name in sorted(side)] if isinstance(side, dict) else []
+        # Side inputs that are not a dict of names are refused when the batch opens, on all ranks.
+        is_named = isinstance(side, dict) and all(isinstance(name, str) for name in side)
+        side_inputs = [side[name] for name in sorted(side)] if side and is_named else []
         self.given = [leaf for leaf in pytree.tree_leaves((x, side_inputs)) if is_state(leaf)]
         if solver.wire.rank > 0:
             # Inputs of these ranks get no gradient. If the caller asks for one, torch raises after the pass, so no
@@ -205,6 +214,8 @@ class Batch:
             self.given = [leaf for leaf in self.given if leaf.requires_grad]
         elif x is None:
             self.refusal = self.refusal or ValueError("there is no input; give one on the first rank")
+        if self.refusal is None and any(leaf.is_meta for leaf in self.given):
+            self.refusal = ValueError("an input is on the meta device, so it has no values; give a tensor on a device")
         self.refusal = self.refusal or of_forward([*self.given, *self.parameters])
 
     # ---- before the passes
@@ -261,6 +272,7 @@ class Batch:
             layer_inputs=first.layer_inputs.again(),
             keeps_graph=first.keeps_graph,
             is_in_parts=first.is_in_parts,
+            autocast=first.autocast,
         )
         batch = copy.copy(self)
         batch.begin(self.number, self.forms, self.device, evaluation, self.meshes, self.by_micro_batch)
@@ -272,6 +284,12 @@ class Batch:
     def micro_batches(self) -> int:
         """Number of micro-batches."""
         return self.plan.micro_batches
+
+    @property
+    def is_audited(self) -> bool:
+        """Whether the batch is run a second time, exactly."""
+        every = self.plan.audit_every
+        return self.is_training and every > 0 and not self.plan.is_exact and self.number % every == 0
 
     def fail(self, where: str, error: BaseException) -> None:
         """Remembers an error unless there is an earlier one. Closing the batch raises it on all ranks."""
@@ -315,7 +333,7 @@ class Batch:
     def loss_of(self, micro_batch: int, outputs: States) -> Tensor:
         """Returns a micro-batch's share of the loss, from the states of the last point."""
         y = self.output_form.joined(outputs, self._last_constants(micro_batch))
-        loss = self.inputs.loss_of(y, micro_batch, self.micro_batches)
+        loss = self.inputs.loss.of(y, micro_batch, self.micro_batches)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shown = f"the shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(f"the loss function returned {shown}; it must return a tensor with one element")
@@ -329,7 +347,7 @@ class Batch:
             loss = self.loss_of(micro_batch, outputs)
             _check_leaves(loss, outputs)
             # The scale is applied to the loss itself, because it keeps the gradients below it from underflow.
-            scale = torch.full_like(loss, self.inputs.loss_scale)
+            scale = torch.full_like(loss, self.inputs.loss.scale)
             gradients = torch.autograd.grad(loss, outputs, scale, allow_unused=True)
         self.loss += float(loss)
         self.loss_dtype = _DTYPES.index(loss.dtype) if loss.dtype in _DTYPES else 0

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-__all__ = ["Cycle", "check_backward"]
+__all__ = ["Cycle", "check_backward", "check_type", "check_whole"]
 
 
 Reuse = Literal["auto", "nothing", "values", "all"]
@@ -55,6 +55,7 @@ class Cycle:
                 # Plans are cached by their cycle, so its fields must be hashable.
                 object.__setattr__(self, name, tuple(given))
         object.__setattr__(self, "coarser", (self.coarser,) if isinstance(self.coarser, int) else tuple(self.coarser))
+        check_whole("Cycle", levels=self.levels, iterations=self.iterations)
         if self.levels < 1:
             raise ValueError(f"Cycle(levels={self.levels}): give 1 or more")
         if self.iterations < 1 and (self.start != "guess" or self.iterations < 0):
@@ -123,7 +124,21 @@ class Cycle:
         return "all" if ranks <= (1 if is_adjoint else 8) else "values"
 
 
+def check_type(name: str, value: Any, kind: type, example: str) -> None:
+    """Raises `TypeError` unless the argument `name` is of this type."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{name}={value!r}: give a {kind.__name__}, such as {example}")
+
+
+def check_whole(who: str, **numbers: Any) -> None:
+    """Raises `TypeError` unless all these arguments are integers."""
+    for name, number in numbers.items():
+        if isinstance(number, bool) or not hasattr(number, "__index__"):
+            raise TypeError(f"{who}({name}={number!r}): give an integer")
+
+
 def check_backward(cycle: Cycle) -> None:
     """Raises `ValueError` for a cycle that a backward pass cannot use."""
+    check_type("bwd", cycle, Cycle, "Cycle(iterations=1)")
     if cycle.start == "guess":
         raise ValueError("bwd=Cycle(start='guess'): a guess provides states, not gradients; give another start")

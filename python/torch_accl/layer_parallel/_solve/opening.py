@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -88,7 +88,7 @@ def opened(batch: Batch, *, is_recorded: bool, refusal: BaseException | None = N
     """
     try:
         batch.prepare(is_recorded=is_recorded)
-    except Exception as error:
+    except BaseException as error:
         refusal = refusal or error
     with undisturbed():
         _open(batch, batch.refusal or refusal, is_recorded=is_recorded)
@@ -116,10 +116,9 @@ def close(batch: Batch) -> None:
         # determines the forms again.
         solver.kinds.clear()
         causes = wire.gathered(batch.cause)
-        if batch.error is not None and not isinstance(batch.error, Exception):
-            # An interrupt or another request to end this process.
-            raise batch.error
-        raise LayerParallelError(sentence(causes)) from batch.error
+        # The error's traceback refers to the batch, whose memory would otherwise stay until garbage is collected.
+        error, batch.error = batch.error, None
+        _raise(sentence(causes), error)
     if total**2 != wire.size * squares:
         of_all = wire.gathered(batch.number)
         raise LayerParallelError(
@@ -161,13 +160,13 @@ def _open(batch: Batch, refusal: BaseException | None, *, is_recorded: bool) -> 
                 side_form, side_tensors = side_of(batch.inputs.side)
                 _check_parts(side_form, shared.per_sample, plan.micro_batches)
                 header.kind = _key(solver, form, side_form)
-            except Exception as error:
+            except BaseException as error:
                 refusal, header.has_failed = error, True
     numbers = torch.tensor(header.numbers(), dtype=torch.int64, device=wire.device)
     maxima = _Maxima(wire.together(numbers, what, is_greatest=True))
     if maxima.has_failed:
         cause = None if refusal is None else f"{what}: {described(refusal)}"
-        raise LayerParallelError(sentence(wire.gathered(cause))) from refusal
+        _raise(sentence(wire.gathered(cause)), refusal)
     if not maxima.has_equal_settings:
         raise ValueError(_difference(wire.gathered(settings)))
     if solver.copies is not None:
@@ -236,6 +235,17 @@ def _input_hash(batch: Batch) -> int | None:
         return None
 
 
+def _raise(text: str, cause: BaseException | None) -> NoReturn:
+    """Raises an error that all ranks raise. A rank's interrupt, or another request to end the process, is raised itself."""
+    try:
+        if cause is not None and not isinstance(cause, Exception):
+            raise cause
+        raise LayerParallelError(text) from cause
+    finally:
+        # An error must not refer to itself through this frame.
+        del cause
+
+
 def _on_meshes(solver: Solver, kind: KindOfBatch, count: int, device: torch.device) -> Meshes:
     # Whether meshes are known is the same on all ranks.
     if count in kind.meshes:
@@ -283,19 +293,19 @@ def _forms_from(solver: Solver, form: Form, by_micro_batch: Sequence[MicroBatch]
             owner = net.owner(layer)
             # The form, or the error of the owner.
             answer: Form | str | None = None
-            error: Exception | None = None
+            error: BaseException | None = None
             if owner == wire.rank:
                 try:
                     given = by_micro_batch[0] if layer == 0 and by_micro_batch else zeros(form, solver.device)
                     returned = evaluation.evaluate_temporary(layer, 1, 0, form, *given)
                     answer = form_returned(returned, layer, solver.names[layer])
                     packed(answer)
-                except Exception as caught:
+                except BaseException as caught:
                     answer, error = described(caught), caught
             answer = wire.pass_on(answer, owner)
             if not isinstance(answer, Form):
                 text = f"rank {owner} of the layers: layer {layer} ({solver.names[layer]}) cannot take {form}: {answer}"
-                raise LayerParallelError(text) from error
+                _raise(text, error)
             form = answer
         forms.append(form)
     return forms

@@ -68,7 +68,7 @@ def run_rest(batch: Batch, cotangents: Sequence[Tensor | None]) -> list[States]:
     of_result = batch.cotangents_of_result(cotangents)
     gradients = run_backward(batch, batch.plan.adjoint, of_result)
     batch.settle(batch)
-    if batch.plan.is_audited(batch.number):
+    if batch.is_audited:
         # The caller computes the loss, so both runs use the caller's gradient of the output.
         batch.audit = audited(batch, batch.states, lambda *_: of_result, has_loss=False)
     return gradients
@@ -84,7 +84,7 @@ def run_step(batch: Batch) -> list[States]:
         outputs = run_forward(batch, plan.forward)
         gradients = run_backward(batch, plan.adjoint, batch.tried_gradients_of_loss(outputs))
     batch.settle(batch)
-    if plan.is_audited(batch.number):
+    if batch.is_audited:
         batch.audit = audited(batch, outputs, Batch.tried_gradients_of_loss, has_loss=True)
     return gradients
 
@@ -103,8 +103,10 @@ def audited(
     """
     again = batch.again()
     forward, adjoint = batch.plan.exact
-    exact_outputs = run_forward(again, forward)
-    run_backward(again, adjoint, cotangents_of(again, exact_outputs))
+    # The batch may be audited in the user's backward pass, outside of autocast.
+    with again.evaluation.as_in_forward():
+        exact_outputs = run_forward(again, forward)
+        run_backward(again, adjoint, cotangents_of(again, exact_outputs))
     batch.settle(again)
     if again.error is not None:
         batch.fail(f"the audit, {again.cause}", again.error)

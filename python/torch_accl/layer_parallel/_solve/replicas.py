@@ -28,7 +28,7 @@ _known: WeakKeyDictionary[nn.Module, tuple[type, list[dist.ProcessGroup]]] = Wea
 _SHOWN = 3
 
 
-def agree(model: nn.Module, solver: Solver, error: Exception | None) -> None:
+def agree(model: nn.Module, solver: Solver, error: BaseException | None) -> None:
     """Raises on all replicas if the batch failed in any. All replicas call it together.
 
     `error` is the failure of this replica, or None.
@@ -36,7 +36,16 @@ def agree(model: nn.Module, solver: Solver, error: Exception | None) -> None:
     Raises:
         LayerParallelError: what failed, with replica, ranks and cause. If all replicas have the same error, it is
             raised unchanged.
+        BaseException: this replica's own interrupt, after the other replicas know of it.
     """
+    try:
+        _agree(model, solver, error)
+    finally:
+        # The error must not refer to itself through this frame.
+        del error
+
+
+def _agree(model: nn.Module, solver: Solver, error: BaseException | None) -> None:
     # If a process is lost, its ranks cannot answer.
     is_lost = isinstance(error, dist.DistError)
     groups = [] if is_lost else _groups_of(model)
@@ -50,7 +59,10 @@ def agree(model: nn.Module, solver: Solver, error: Exception | None) -> None:
         return
     if not groups:
         assert error is not None
-        raise error
+        try:
+            raise error
+        finally:
+            del error
     cause = None if error is None else str(error) if isinstance(error, LayerParallelError) else described(error)
     found = [(solver.replica, solver.wire.ranks, cause, solver.shared.number)]
     for group in groups:
@@ -58,8 +70,12 @@ def agree(model: nn.Module, solver: Solver, error: Exception | None) -> None:
     # A replica that failed before its batch began has counted one batch less.
     solver.shared.number = max(number for *_, number in found)
     failed = sorted((replica, ranks, cause) for replica, ranks, cause, _ in found if cause is not None)
-    if error is not None and len(failed) == len(found) and len({cause for *_, cause in failed}) == 1:
-        raise error
+    are_alike = len(failed) == len(found) and len({cause for *_, cause in failed}) == 1
+    if error is not None and (are_alike or not isinstance(error, Exception)):
+        try:
+            raise error
+        finally:
+            del error
     shown = [
         f"replica {replica} (ranks {', '.join(map(str, ranks))}) failed: {cause}" for replica, ranks, cause in failed
     ]

@@ -12,6 +12,7 @@ from functools import wraps
 from typing import Any, TypeVar
 
 from .audit import Excess
+from .cycle import check_whole
 
 __all__ = ["Audits", "Stop", "with_old_keywords", "without_old_keywords"]
 
@@ -44,6 +45,7 @@ class Audits:
     on_stall: Excess = "warn"
 
     def __post_init__(self) -> None:
+        check_whole("Audits", every=self.every, probe_every=self.probe_every)
         for name in ("every", "probe_every"):
             if getattr(self, name) < 0:
                 raise ValueError(f"Audits({name}={getattr(self, name)}): give a number of batches, or 0 for never")
@@ -73,6 +75,7 @@ class Stop:
             raise ValueError(
                 f"Stop(tolerance={self.tolerance}): give a fraction of the first residual norm, at least 0 and below 1"
             )
+        check_whole("Stop", max_iterations=self.max_iterations)
         if self.max_iterations < 1:
             raise ValueError(f"Stop(max_iterations={self.max_iterations}): give 1 or more")
 

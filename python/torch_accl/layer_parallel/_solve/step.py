@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .batch import BatchInputs, LossFunction
+from .batch import BatchInputs, LossFunction, LossInputs
 from .replicas import agree
 
 __all__ = ["step"]
@@ -36,7 +36,7 @@ def step(
         LayerParallelError: the batch failed in this replica or another.
         TypeError: `model` is neither a net nor a wrapper that passes its argument on to one.
     """
-    inputs = BatchInputs(x, side, target, loss_fn, loss_scale)
+    inputs = BatchInputs(x, side, LossInputs(target, loss_fn, loss_scale))
     anchor = model(inputs)
     result = inputs.result
     if result.solver is not None:

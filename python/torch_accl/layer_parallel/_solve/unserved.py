@@ -42,6 +42,10 @@ def of_backward(cotangents: Iterable[Tensor | None]) -> Exception | None:
     if torch.is_grad_enabled():
         # autograd enables gradients in a backward pass only for `create_graph=True`.
         return _refusal("create_graph=True (needed by gradient penalties, hessian() and functional.jvp())")
+    if any(cotangent.layout != torch.strided for cotangent in cotangents if cotangent is not None):
+        return TypeError(
+            "the gradient of a layer-parallel net's output is sparse; give a dense one, as from to_dense()"
+        )
     if any(_is_wrapped(cotangent) for cotangent in cotangents if cotangent is not None):
         return _refusal("is_grads_batched=True or jacobian(vectorize=True)")
     return None
