@@ -373,3 +373,18 @@ def test_numbers_that_are_no_integers_are_refused():
         made.guess = 4
     with pytest.raises(ValueError, match="horizon=nan: give a finite number"):
         net(group="alone", horizon=float("nan"))
+
+
+@on_ranks(2)
+def test_a_cell_that_one_rank_cannot_use_is_an_error_on_all_ranks_in_every_batch(rank, world):
+    recurrent = RecurrentParallel(Cell(), mode="exact-wave")
+    x, target = drawn(1, (4, 5, 3), (4, WIDTH))
+    recurrent.step(x, target, squared)
+    cell = recurrent.cell
+    if rank == 1:
+        recurrent.cell = nn.GRU(3, WIDTH, bidirectional=True)
+    for _ in range(2):
+        with pytest.raises(LayerParallelError, match=r"rank 1 .* give bidirectional=False"):
+            recurrent.step(x, target, squared)
+    recurrent.cell = cell
+    assert torch.isfinite(recurrent.step(x, target, squared))

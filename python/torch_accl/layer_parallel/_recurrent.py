@@ -218,9 +218,9 @@ class RecurrentParallel(Model):
         rows, count = -1, -1
         try:
             rows, count = _sizes_of(inputs.x)
+            self._look_at_modules()
         except Exception as error:
             refusal = error
-        self._look_at_modules()
         self._solver = self._solver_of(self._counts(rows, count, refusal))
         return SequenceBatch(self, inputs, call)
 
@@ -228,10 +228,9 @@ class RecurrentParallel(Model):
         """Rebuilds the steps if the user has replaced the cell or the tail."""
         seen = (self.cell, self.tail)
         if any(a is not b for a, b in zip(seen, self._seen)):
-            self._seen = seen
             steps = stepped(self.cell)
-            self._steps = (steps,)
-            self._steps_tail = (Tail(steps, self.tail),)
+            self._steps, self._steps_tail = (steps,), (Tail(steps, self.tail),)
+            self._seen = seen
             self._solvers.clear()
             if self._copies is not None:
                 self._copies.is_new = True
