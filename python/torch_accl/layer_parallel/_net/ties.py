@@ -83,12 +83,18 @@ class _Sum:
         flags = torch.zeros(2, dtype=torch.int64, device=like.device)
         return flags, torch.zeros(like.shape, dtype=like.dtype, device=like.device)
 
-    def add(self, flags: Tensor, total: Tensor) -> None:
+    def add(self) -> None:
         """Adds this rank's gradients to the higher rank's sum."""
-        self.learn(flags, total)
+        # A sum may be changed in place, but not a gradient, which may be another owner's tensor.
+        is_sum = self.total is not None
         for key in sorted(self._parts, reverse=True):
             part = self._parts.pop(key)
-            self.total = part if self.total is None else added(self.total, part)
+            if self.total is None:
+                self.total = part
+            elif is_sum and self.total.layout == torch.strided:
+                self.total.add_(part)
+            else:
+                self.total, is_sum = added(self.total, part), True
         is_alone = self.higher is None and self.lower is None
         if not is_alone and self.total is not None and self.total.layout != torch.strided:
             # Ranks send dense tensors, and all of them get the same gradient.
@@ -112,9 +118,19 @@ class _Sum:
 def _exchange(sums: Sequence[_Sum], wire: Wire) -> None:
     """Completes the sums of this rank's groups. All ranks have their groups in the same order."""
 
-    def receive(source: int | None, pass_: str, each: _Sum) -> tuple[tuple[Tensor, Tensor], list[dist.Work]]:
+    def receive(source: int | None, pass_: str, each: _Sum) -> Callable[[], None]:
+        """Starts to receive a sum. Returns the function that waits for it."""
+        if source is None:
+            return lambda: None
         room = each.room()
-        return room, [] if source is None else [wire.receive(tensor, source, pass_) for tensor in room]
+        arriving = [wire.receive(tensor, source, pass_) for tensor in room]
+
+        def wait() -> None:
+            for work in arriving:
+                work.wait()
+            each.learn(*room)
+
+        return wait
 
     def send(to: int, pass_: str, each: _Sum) -> None:
         message = each.message()
@@ -125,19 +141,13 @@ def _exchange(sums: Sequence[_Sum], wire: Wire) -> None:
     # Keeps the tensors alive until they are sent.
     kept: list[Tensor] = []
     # All sums go down before any goes up, so no rank waits for a rank that waits for it.
-    coming = [receive(each.higher, "adjoint", each) for each in sums]
-    for each, (room, arriving) in zip(sums, coming):
-        for work in arriving:
-            work.wait()
-        each.add(*room)
+    for each, wait in [(each, receive(each.higher, "adjoint", each)) for each in sums]:
+        wait()
+        each.add()
         if each.lower is not None:
             send(each.lower, "adjoint", each)
-    coming = [receive(each.lower, "forward", each) for each in sums]
-    for each, (room, arriving) in zip(sums, coming):
-        for work in arriving:
-            work.wait()
-        if each.lower is not None:
-            each.learn(*room)
+    for each, wait in [(each, receive(each.lower, "forward", each)) for each in sums]:
+        wait()
         if each.higher is not None:
             send(each.higher, "forward", each)
     for work in works:
