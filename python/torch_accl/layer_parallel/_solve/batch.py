@@ -27,7 +27,7 @@ from .plans import ConstantsKey, Passes, Program
 from .solver import Solver
 from .unserved import of_forward
 
-__all__ = ["Batch", "BatchInputs", "BatchPlan", "LossFunction", "MicroBatch", "Norms", "split"]
+__all__ = ["Batch", "BatchInputs", "BatchPlan", "LossFunction", "LossInputs", "MicroBatch", "Norms", "split"]
 
 
 LossFunction = Callable[[Any, Any], Tensor]
