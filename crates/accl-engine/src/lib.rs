@@ -32,7 +32,7 @@ pub use accl_executor::call::{Blocks, CallDesc, MemoryKind, Mode, TensorDesc, Wa
 pub use accl_executor::call::{
     Codecs, Encoded, Encoding, Measured, Probe, Residuals, Statistics, TILE_ELEMS, TILE_HEADER_BYTES, TensorCodecs,
 };
-pub use accl_executor::call::{External, ExternalCollective, ExternalCopy, ExternalTask};
+pub use accl_executor::call::{External, ExternalCollective, ExternalCopy, ExternalTask, LentMemory, Staging};
 pub use accl_executor::call::{PhaseTimes, Phases};
 pub use accl_executor::group::PacketSink;
 pub use accl_executor::group::Work;
@@ -69,5 +69,5 @@ pub mod internals {
     pub use crate::connector::peer_probe::{Found, PeerProbe, Question, ROUND};
     pub use crate::in_flight::{InFlight, Kept, Notifier};
     pub use crate::jobs::Job;
-    pub use crate::lanes::{CoreJob, Cut, Lane, Least, Next, Numbers, Parts, Starter, parts_of};
+    pub use crate::lanes::{CoreJob, Cut, Lane, Least, Next, Numbers, Parts, parts_of};
 }

@@ -138,7 +138,8 @@ impl World<'_> {
             }
             Event::DeviceIsLate { group, rank, job } => Devices::is_late(&self.devices, (group, rank, job)),
             Event::External { process, task } => {
-                ExternalTasks::turn(&self.external_tasks, task, self.processes[process].core.is_some());
+                let is_alive = self.processes[process].core.is_some();
+                ExternalTasks::turn(&self.external_tasks, task, process, &self.agenda, is_alive);
             }
         }
         if let Event::Run { process, .. }

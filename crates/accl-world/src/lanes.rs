@@ -8,8 +8,7 @@ use std::sync::Arc;
 
 use super::clock::{self, Agenda, Event};
 use super::world::{LaneJobs, Violation, World};
-use accl_engine::internals::Job;
-use accl_engine::internals::{CoreJob, Lane, Next, Starter};
+use accl_engine::internals::{CoreJob, Lane, Next};
 use accl_engine::sync::Mutex;
 use accl_executor::group::{Completed, FailedGroup};
 
@@ -48,12 +47,6 @@ impl LaneOf {
             jobs.len() - 1
         };
         self.agenda.lock().enter(delay(index as u64), Event::Job { index });
-    }
-}
-
-impl Starter for LaneOf {
-    fn post(self: Box<Self>, job: Job) {
-        self.leave(Box::new(|_| job()));
     }
 }
 

@@ -19,7 +19,7 @@ use super::oracle::Tensors;
 use super::scenario::{Breaks, Fault, Matter, Step};
 use super::world::{GroupMember, Made, State, Violation, World};
 use accl_engine::internals::Planning;
-use accl_engine::internals::{Cut, Lane, Least, Numbers, Parts, Starter, parts_of};
+use accl_engine::internals::{Cut, Lane, Least, Numbers, Parts, parts_of};
 use accl_engine::internals::{InFlight, Kept, Notifier};
 use accl_executor::call::{Blocks, CallDesc, Codecs, Encoding, MemoryKind, Mode, TensorCodecs};
 use accl_executor::exec::SpinLimit;
@@ -221,7 +221,7 @@ impl World<'_> {
         let caller = Arc::new(Caller { group: id, name, rank, world, global_rank: process as u64 });
         let member = GroupMember {
             caller,
-            planning: Planning::new(Planner::new(chooser, rank)),
+            planning: Planning::new(Planner::new(chooser, rank).with_least_copy(self.scenario.least_copy())),
             has_left: false,
             left_at: None,
             made_at: clock::nanos(),
@@ -413,7 +413,11 @@ impl World<'_> {
         (desc.inputs, desc.outputs) = (external_tasks(&desc.inputs), external_tasks(&desc.outputs));
         let seed = accl_types::hash::hash_words([self.scenario.seed, item as u64, process as u64]);
         let breaks = found.map(|(_, breaks)| breaks);
-        desc.staging = Some(Arc::new(Device::new(&self.external_tasks, &self.agenda, process, breaks, seed)));
+        // What is copied in for this collective is copied out as well.
+        let lingers = desc.collective == Collective::AllReduce && seed.is_multiple_of(2);
+        let device =
+            Device::new(&self.external_tasks, &self.agenda, process, breaks, lingers, self.scenario.segment, seed);
+        desc.staging = Some(Arc::new(device));
         self.seen.staged += 1;
     }
 
@@ -473,9 +477,8 @@ impl World<'_> {
             self.seen.cut += 1;
             let lane = |node| LaneOf { node, jobs: self.jobs.clone(), agenda: self.agenda.clone() };
             let lanes = self.scenario.nodes(process).skip(1).map(|node| Arc::new(lane(node)) as Arc<dyn Lane>);
-            let starter = desc.staging.is_some().then(|| Box::new(lane(process)) as Box<dyn Starter>);
             let (caller, seq, now) = (member.caller.clone(), started.call.seq, clock::now());
-            cut.join.begin_parts(Parts { caller, lanes: lanes.collect(), parts, seq, now, wakes: true, starter });
+            cut.join.begin_parts(Parts { caller, lanes: lanes.collect(), parts, seq, now, wakes: true });
         }
         Ok(Some(self.after_start(process, started, notifier)))
     }

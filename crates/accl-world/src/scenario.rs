@@ -12,7 +12,7 @@ use accl_executor::peers::neighbours;
 use accl_schedule::{ALGORITHMS, Encodes, Topology};
 use accl_testkit::Rng;
 use accl_types::config::AlgorithmRule;
-use accl_types::{Collective, Dtype, Rank, ReduceOp};
+use accl_types::{Bytes, Collective, Dtype, Rank, ReduceOp};
 
 use super::link::{Flip, Medium, WireSpec};
 use accl_types::hash::hash_words;
@@ -478,12 +478,17 @@ impl Scenario {
         item.codec.is_some() && self.wires.iter().all(|(ends, spec)| !is_between(ends) || is_stream(spec))
     }
 
+    /// Minimum bytes of a copy of staged tensors.
+    pub(super) fn least_copy(&self) -> Bytes {
+        Bytes(64 << (self.seed / 6 % 8))
+    }
+
     /// Whether only external operations reach a rank's tensors in a call. True for about half of the suitable calls in
-    /// every third world.
+    /// every third world, and in half of the worlds with devices.
     pub(super) fn is_staged(&self, item: usize, rank: usize) -> bool {
-        let Item { codec, step, .. } = &self.items[item];
-        let can_be = !self.items[item].is_message() && codec.is_none() && *step == 1;
-        can_be && self.seed.is_multiple_of(3) && hash_words([self.seed, item as u64, rank as u64]).is_multiple_of(2)
+        let can_be = self.items[item].step == 1;
+        let has_staging = self.seed.is_multiple_of(3) || self.seed % 6 == 1;
+        can_be && has_staging && hash_words([self.seed, item as u64, rank as u64]).is_multiple_of(2)
     }
 
     /// Whether the devices of its group do a call. True for most suitable calls of two groups in three, in every third

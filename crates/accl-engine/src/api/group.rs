@@ -16,12 +16,11 @@ use super::default_codec::DefaultCodec;
 use super::planning::Planning;
 use crate::driver::Driver;
 use crate::driver::fast_turn::FastTurn;
-use crate::driver::lanes::Announced;
 use crate::driver::waiting::{Delivery, lasting};
 use crate::engine::{Engine, LAST_BYTES, LAST_BYTES_FAILED, LAST_CALLS};
 use crate::events;
 use crate::in_flight::{InFlight, Notifier};
-use crate::lanes::{Cut, Lane, Least, Parts, Starter, parts_of};
+use crate::lanes::{Cut, Lane, Least, Parts, parts_of};
 use crate::offload::{Offload, OpenOffloads, Route};
 use crate::spec::GroupSpec;
 use crate::time;
@@ -248,19 +247,14 @@ impl Group {
         let shape_of = |desc: &CallDesc| self.planning.get(desc);
         let others = cut.as_ref().map(|cut| Ok((&cut.join, cut.others(&self.caller, &prepared, shape_of)?)));
         let others = others.transpose().map_err(in_context)?;
-        // Another thread begins the parts once the tensors have been staged.
-        let is_later = others.is_some() && desc.staging.is_some();
-        let starter = is_later.then(|| Announced::on(&self.driver)).transpose().map_err(in_context)?;
-        let starter = starter.map(|starter| Box::new(starter) as Box<dyn Starter>);
         let now = time::now();
         let algorithm = algorithm.map(|name| offload.map_or(name, |offload| offload.name()));
-        let is_left_to_waiter =
-            !is_later && cut.as_ref().is_some_and(|cut| self.driver.leaves_parts_to_waiter(cut, now));
+        let is_left_to_waiter = cut.as_ref().is_some_and(|cut| self.driver.leaves_parts_to_waiter(cut, now));
         let started =
             self.driver.with_core(|core| self.caller.start(core, desc, prepared, sample, notifier.clone(), now));
         if let Some(((join, parts), started)) = others.zip(started.as_ref().ok()) {
             let (caller, lanes, seq) = (self.caller.clone(), self.takers.clone(), started.call.seq);
-            join.begin_parts(Parts { caller, lanes, parts, seq, now, wakes: !is_left_to_waiter, starter });
+            join.begin_parts(Parts { caller, lanes, parts, seq, now, wakes: !is_left_to_waiter });
         }
         if let Some(cut) = cut.as_ref().filter(|_| started.is_err()) {
             cut.join.give_up();

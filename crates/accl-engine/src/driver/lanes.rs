@@ -15,7 +15,7 @@ use accl_types::{Error, Moment};
 use super::waiting::{PASSES_BEFORE_YIELD, SPIN_OWN_CORE, SPIN_SHARED_CORE};
 use super::{Driver, ROUNDS_BEFORE_POLL};
 use crate::jobs::{Deferred, Job};
-use crate::lanes::{CoreJob, Cut, Lane, Next, Starter};
+use crate::lanes::{CoreJob, Cut, Lane, Next};
 use crate::time;
 
 /// How long a lane's thread with a core of its own polls for its next part. Calls follow each other, and waking the
@@ -25,36 +25,6 @@ const LINGER: Duration = Duration::from_micros(100);
 /// thread takes some tens of microseconds to start. If other threads use its core, it may be preempted for milliseconds
 /// in the middle of a part.
 const LEAST_WAKE_PS: u64 = 1_000_000_000;
-
-/// A completion thread reserved for one job, until the job is posted or withdrawn.
-pub(crate) struct Announced(Option<Arc<Driver>>);
-
-impl Announced {
-    /// Reserves a completion thread of this lane.
-    ///
-    /// # Errors
-    /// `Exhausted` when the system has no thread for it; `Aborted` when the engine has ended.
-    pub(crate) fn on(driver: &Arc<Driver>) -> accl_types::Result<Self> {
-        driver.completions().expect()?;
-        Ok(Self(Some(driver.clone())))
-    }
-}
-
-impl Starter for Announced {
-    fn post(mut self: Box<Self>, job: Job) {
-        if let Some(driver) = self.0.take() {
-            driver.completions().post(job);
-        }
-    }
-}
-
-impl Drop for Announced {
-    fn drop(&mut self) {
-        if let Some(driver) = &self.0 {
-            driver.completions().withdraw();
-        }
-    }
-}
 
 impl Lane for Driver {
     fn give(&self, next: Option<Next>, job: CoreJob) {

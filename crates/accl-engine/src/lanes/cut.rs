@@ -3,9 +3,11 @@
 //! Owns the definition of the parts: the first as its caller has it, the others over the same memory. [`super::join::Join`]
 //! tracks their completion. Read [`Cut::new`] first.
 
+use std::fmt;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
-use accl_executor::call::{CallDesc, Encoded, Encoding, Figures, Gather, Mode};
+use accl_executor::call::{CallDesc, Encoded, Encoding, Figures, Gather, Mode, Wake};
 use accl_executor::group::{Caller, Prepared};
 use accl_executor::plan::Shape;
 use accl_schedule::Part;
@@ -14,17 +16,61 @@ use accl_types::Result;
 use super::join::Join;
 use crate::sync::Mutex;
 
-/// Measurements of a call's parts except the first.
-#[derive(Debug, Default)]
-struct Gathered(Mutex<Figures>);
+/// Where the parts of a measured call meet.
+struct Gathered {
+    figures: Mutex<Figures>,
+    /// Functions that wake the parts which have copied in their bytes.
+    wakes: Mutex<Vec<Wake>>,
+    /// Number of parts that have not copied in their bytes.
+    left: AtomicU32,
+    is_filled: AtomicBool,
+}
+
+impl Gathered {
+    fn new(parts: u32) -> Self {
+        let (figures, wakes) = Default::default();
+        Self { figures, wakes, left: AtomicU32::new(parts), is_filled: AtomicBool::new(false) }
+    }
+
+    fn wake_all(&self) {
+        self.wakes.lock().iter().for_each(|wake| wake());
+    }
+}
+
+impl fmt::Debug for Gathered {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Gathered").field("left", &self.left).finish_non_exhaustive()
+    }
+}
 
 impl Gather for Gathered {
     fn add(&self, figures: Figures) {
-        self.0.lock().add(figures);
+        self.figures.lock().add(figures);
     }
 
     fn take(&self) -> Figures {
-        std::mem::take(&mut self.0.lock())
+        std::mem::take(&mut self.figures.lock())
+    }
+
+    fn note_copied_in(&self, wake: &Wake) {
+        self.wakes.lock().push(wake.clone());
+        // Release and acquire: the part that fills the sample sees the bytes of all parts.
+        if self.left.fetch_sub(1, Ordering::AcqRel) == 1 {
+            self.wake_all();
+        }
+    }
+
+    fn are_copied_in(&self) -> bool {
+        self.left.load(Ordering::Acquire) == 0
+    }
+
+    fn note_filled(&self) {
+        self.is_filled.store(true, Ordering::Release);
+        self.wake_all();
+    }
+
+    fn is_filled(&self) -> bool {
+        self.is_filled.load(Ordering::Acquire)
     }
 }
 
@@ -47,7 +93,7 @@ impl Cut {
         let join = Join::new(of - 1);
         let mut first = CallDesc { part: Part { index: 0, of }, joins: Some(join.clone()), ..desc.clone() };
         if let Encoded::As(Encoding { probe: Some(probe), .. }) = &mut first.encoding {
-            probe.gathered = Some(Arc::new(Gathered::default()));
+            probe.gathered = Some(Arc::new(Gathered::new(of)));
         }
         Some(Self { first, join, predicted_ps })
     }
@@ -66,7 +112,8 @@ impl Cut {
             let part = Part { index, ..self.first.part };
             let desc = CallDesc { part, joins: None, mode: Mode::Async, ..self.first.clone() };
             let shape = shape_of(&desc)?;
-            Ok((desc, caller.prepare_part(prepared, shape)?))
+            let prepared = caller.prepare_part(prepared, &desc, shape)?;
+            Ok((desc, prepared))
         };
         (1..self.first.part.of).map(part).collect()
     }

@@ -1,10 +1,9 @@
 //! Completion of a call whose parts are done by several lanes.
 //!
 //! The caller has the first part. It completes when the [`Join`] does, which is an external operation of its plan. The
-//! other parts begin with the call. If its tensors must first be staged in memory that the engine can access, they
-//! begin with that external operation, which comes after the staging. Owns the start of the other parts, the number of
-//! those still running, and the first of their errors. A group that fails on one lane fails on all lanes; the drivers
-//! do that. So no part continues for long after another part has failed. Read [`Join`] first.
+//! other parts begin with the call. Owns the start of the other parts, the number of those still running, and the first
+//! of their errors. A group that fails on one lane fails on all lanes; the drivers do that. So no part continues for
+//! long after another part has failed. Read [`Join`] first.
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -15,13 +14,11 @@ use accl_types::{Error, Moment};
 use accl_executor::call::{CallDesc, CallObserver, Callback, External, ExternalTask};
 use accl_executor::group::{Caller, Core, Prepared};
 
-use crate::jobs::Job;
 use crate::sync::Mutex;
 
 /// Joins the parts of a call: the first part waits for it.
 pub struct Join {
     state: Mutex<JoinState>,
-    me: Weak<Join>,
 }
 
 struct JoinState {
@@ -35,8 +32,6 @@ struct JoinState {
     is_cancelled: bool,
     /// Set from the time at which the first part reaches the join until all other parts have ended.
     task: Option<ExternalTask>,
-    /// The other parts, until they begin.
-    parts: Option<Parts>,
 }
 
 /// Work that a lane does with its core.
@@ -81,12 +76,6 @@ impl Drop for Next {
     }
 }
 
-/// Starts parts whose memory is not ready when the call is issued. If a starter is dropped, the parts do not begin.
-pub trait Starter: Send {
-    /// Has the other thread run the job.
-    fn post(self: Box<Self>, job: Job);
-}
-
 /// The parts of a call except the first, ready to begin.
 pub struct Parts {
     /// The rank that issues the call.
@@ -101,8 +90,6 @@ pub struct Parts {
     pub now: Moment,
     /// Whether sleeping threads are woken for the parts. If not, the thread that waits for the call does them.
     pub wakes: bool,
-    /// Starts the parts later, if the call's memory is not ready when the call is issued.
-    pub starter: Option<Box<dyn Starter>>,
 }
 
 /// Reports the end of one of the other parts to the [`Join`]. If it is dropped before that, the part has not begun and
@@ -133,26 +120,8 @@ impl Drop for OtherPart {
 impl Join {
     /// Creates a join for `others` parts in addition to the first.
     pub fn new(others: u32) -> Arc<Self> {
-        let state = JoinState {
-            left: others,
-            error: None,
-            has_failed_alone: false,
-            is_cancelled: false,
-            task: None,
-            parts: None,
-        };
-        Arc::new_cyclic(|me| Self { state: Mutex::new(state), me: me.clone() })
-    }
-
-    /// Starts the parts after the call was issued: now, or once the call's memory is ready.
-    pub fn begin_parts(self: &Arc<Self>, parts: Parts) {
-        let mut state = self.state.lock();
-        if parts.starter.is_some() && state.task.is_none() {
-            state.parts = Some(parts);
-            return;
-        }
-        drop(state);
-        self.start(parts);
+        let state = JoinState { left: others, error: None, has_failed_alone: false, is_cancelled: false, task: None };
+        Arc::new(Self { state: Mutex::new(state) })
     }
 
     /// Gives up after the call was not issued: no part will begin.
@@ -162,9 +131,9 @@ impl Join {
         state.finish();
     }
 
-    /// Gives the lanes their parts. The caller must hold no lock.
-    fn start(self: &Arc<Self>, parts: Parts) {
-        let Parts { caller, lanes, parts, seq, now, wakes, starter: _starter } = parts;
+    /// Gives the lanes their parts after the call was issued. The caller must hold no lock.
+    pub fn begin_parts(self: &Arc<Self>, parts: Parts) {
+        let Parts { caller, lanes, parts, seq, now, wakes } = parts;
         // Create all observers before the first part starts: if a later step panics, the drop of the others reports
         // their end.
         let part = || Arc::new(OtherPart { join: Arc::downgrade(self), has_ended: AtomicBool::new(false) });
@@ -221,12 +190,6 @@ impl External for Join {
         state.task = Some(task);
         // The other parts may have been faster.
         state.finish();
-        // On another thread, because a lock is held here.
-        if let Some((mut parts, me)) = state.parts.take().zip(self.me.upgrade())
-            && let Some(starter) = parts.starter.take()
-        {
-            starter.post(Box::new(move || me.start(parts)));
-        }
     }
 
     fn cancel(&self) {

@@ -9,6 +9,6 @@ mod numbers;
 mod parts;
 
 pub use cut::Cut;
-pub use join::{CoreJob, Lane, Next, Parts, Starter};
+pub use join::{CoreJob, Lane, Next, Parts};
 pub use numbers::Numbers;
 pub use parts::{Least, parts_of};

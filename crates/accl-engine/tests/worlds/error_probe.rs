@@ -11,7 +11,7 @@ use accl_testkit::{Fabric, World};
 use accl_types::config::WorkerCount;
 use accl_types::{Collective, Dtype, Elems, ReduceOp};
 
-fn probed(tensors: Vec<TensorCodecs>, one_in: u64) -> (Encoding, Arc<ErrorStats>) {
+pub(crate) fn probed(tensors: Vec<TensorCodecs>, one_in: u64) -> (Encoding, Arc<ErrorStats>) {
     let stats = ErrorStats::new(tensors.len());
     let probe = Some(Probe::new(stats.clone(), one_in));
     (Encoding { probe, ..encoding(tensors) }, stats)

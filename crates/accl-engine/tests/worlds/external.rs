@@ -1,13 +1,21 @@
 //! External operations stage tensors in other memory. A call never gives memory back while an external operation uses
 //! it.
 
+use std::any::Any;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use accl_engine::{Blocks, Call, CallDesc, External, ExternalTask, MemoryKind, Mode, TensorDesc, Waited};
+use crate::calls::{both_ways, max_min};
+use crate::error_probe::probed;
+use accl_engine::codec::Rounding;
+use accl_engine::{
+    Blocks, Call, CallDesc, External, ExternalCopy, ExternalTask, MemoryKind, Mode, Residuals, Staging, TensorDesc,
+    Waited,
+};
 use accl_testkit::{Fabric, Member, World, WorldOptions, calls, finish};
+use accl_types::config::WorkerCount;
 use accl_types::{Collective, Dtype, Elems, Error, ErrorKind, Rank, ReduceOp, Result};
 
 const FABRICS: &[Fabric] = &[Fabric::Loopback(4), Fabric::Shm, Fabric::Tcp];
@@ -71,7 +79,9 @@ impl External for Device {
     fn begin(&self, task: ExternalTask) {
         self.begun.fetch_add(1, Ordering::Relaxed);
         match self.when {
-            When::AtOnce => copy(task),
+            // This thread may not wait for more to become ready.
+            When::AtOnce if task.ready_copies() == task.copies().len() => copy(task),
+            When::AtOnce => drop(std::thread::spawn(|| copy(task))),
             When::Later => drop(std::thread::spawn(|| copy(task))),
             When::Held => self.queue.lock().unwrap().send(task).unwrap(),
             When::Fails => task.fail("its fan has stopped"),
@@ -88,24 +98,59 @@ impl External for Device {
     }
 }
 
-/// Copies between the device's memory and the host's memory, and completes the task.
+/// Copies between the device's memory and the host's memory as soon as the bytes are ready, and completes the task.
 fn copy(task: ExternalTask) {
-    for copy in task.copies() {
-        let is_on_device = |tensor: &TensorDesc| tensor.memory() == DEVICE;
-        assert!(is_on_device(&copy.from) != is_on_device(&copy.to), "one side is the device's");
-        assert_eq!(copy.from.len_bytes(), copy.to.len_bytes());
-        for at in 0..copy.to.len_bytes() as usize {
-            // SAFETY: both tensors are dense and have `len_bytes` bytes, and only this task may access them until it
-            // ends.
-            unsafe { *copy.to.address().add(at) = *copy.from.address().add(at) ^ MASK };
+    let begin = Instant::now();
+    while task.made_copies() < task.copies().len() {
+        let (made, ready) = (task.made_copies(), task.ready_copies());
+        task.copies()[made..ready].iter().for_each(|copy| copy_one(&task, copy));
+        task.note_made(ready);
+        if task.is_cancelled() {
+            return;
         }
+        assert!(begin.elapsed() < PATIENCE, "{ready} copies are ready");
+        std::thread::yield_now();
     }
     task.done();
+}
+
+fn copy_one(task: &ExternalTask, copy: &ExternalCopy) {
+    assert_eq!((copy.tensor.memory(), copy.host.memory()), (DEVICE, MemoryKind::Host));
+    for at in 0..copy.host.len_bytes() as usize {
+        // SAFETY: the tensor is dense and has these bytes. Only this task may access them and their host memory until
+        // it reports the copy.
+        unsafe {
+            let (device, host) = (copy.tensor.address().add(copy.at as usize + at), copy.host.address().add(at));
+            if task.is_copy_out() {
+                *device = *host ^ MASK;
+            } else {
+                *host = *device ^ MASK;
+            }
+        }
+    }
 }
 
 /// Returns values as the device's memory holds them.
 fn masked(values: &[f32]) -> Vec<u8> {
     values.iter().flat_map(|value| value.to_ne_bytes()).map(|byte| byte ^ MASK).collect()
+}
+
+/// The device as a call sees it.
+#[derive(Debug)]
+struct OnDevice(Arc<Device>);
+
+impl Staging for OnDevice {
+    fn copy_in(&self, _: &[ExternalCopy], _: usize, _: &Arc<dyn Any + Send + Sync>) -> Result<Arc<dyn External>> {
+        Ok(self.0.clone())
+    }
+
+    fn copy_out(&self) -> Arc<dyn External> {
+        self.0.clone()
+    }
+}
+
+fn staging(device: &Arc<Device>) -> Option<Arc<dyn Staging>> {
+    Some(Arc::new(OnDevice(device.clone())))
 }
 
 /// Describes a tensor in the device's memory.
@@ -117,7 +162,7 @@ fn all_reduce(bytes: &mut [u8], device: &Arc<Device>, mode: Mode) -> CallDesc {
     let mut desc = CallDesc::new(Collective::AllReduce, Dtype::F32);
     desc.outputs = Blocks::of(on_device(bytes));
     desc.mode = mode;
-    desc.staging = Some(device.clone());
+    desc.staging = staging(device);
     desc
 }
 
@@ -148,7 +193,8 @@ fn an_all_reduce_between_a_copy_in_and_a_copy_out_is_right_wherever_its_tensors_
                         member.call(all_reduce(&mut bytes, &device, Mode::Blocking)).unwrap();
                         assert!(bytes == masked(&expected), "{fabric:?} {when:?} {count}: other bytes came out");
                     }
-                    assert_eq!(device.begun(), 4, "a copy-in and a copy-out of each call");
+                    let expected = if count == 0 { 0 } else { 4 };
+                    assert_eq!(device.begun(), expected, "a copy-in and a copy-out of each call with elements");
                 });
             }
         }
@@ -164,7 +210,7 @@ fn calls_whose_inputs_or_outputs_alone_are_elsewhere_are_staged() {
         let mut desc = CallDesc::new(Collective::AllGather, Dtype::F32);
         desc.inputs = Blocks::of(on_device(&mut input));
         desc.outputs = output.iter_mut().map(|part| [calls::write(part)]).collect();
-        desc.staging = Some(device.clone());
+        desc.staging = staging(&device);
         member.call(desc).unwrap();
         (0..3).for_each(|rank| assert_eq!(output[rank][..], values(rank, 5)[..]));
         assert_eq!(device.begun(), 1, "there is nothing to copy out");
@@ -389,67 +435,322 @@ fn the_end_of_another_rank_waits_for_the_external_operation_under_way() {
 }
 
 #[test]
-fn no_external_operation_begins_where_ranks_make_different_calls() {
+fn nothing_is_copied_out_where_ranks_make_different_calls() {
     for &fabric in FABRICS {
         World::new(options(2, fabric)).run("g", |member| {
             let device = Device::new(When::AtOnce);
             let mut bytes = masked(&values(member.rank, 50 + member.rank));
+            let before = bytes.clone();
             let error = member.call(all_reduce(&mut bytes, &device, Mode::Blocking)).unwrap_err();
             assert_eq!(error.kind, ErrorKind::Mismatch, "{error}");
-            assert_eq!(device.begun(), 0, "{fabric:?}: it began before the ranks agreed");
+            assert!(bytes == before, "{fabric:?}: the tensor was written");
         });
     }
 }
 
-/// The root of a broadcast receives nothing, so the ranks that only receive must send it an answer for the agreement.
 #[test]
-fn ranks_that_only_receive_answer_for_the_agreement() {
+fn a_root_copies_its_broadcast_in_and_the_others_copy_it_out() {
     for &fabric in FABRICS {
         World::new(options(4, fabric)).run("g", |member| {
-            let device = Device::new(When::AtOnce);
+            let device = Device::new(When::Later);
             for _ in 0..20 {
                 let mut bytes = masked(&values(if member.rank == 2 { 7 } else { 0 }, 30));
                 let mut desc = all_reduce(&mut bytes, &device, Mode::Blocking);
                 (desc.collective, desc.root) = (Collective::Broadcast, Rank(2));
-                if member.rank == 2 {
-                    member.call(desc).unwrap();
-                } else {
-                    let mut data = [0.0_f32; 30];
-                    member.broadcast(&mut data, 2).unwrap();
-                    assert_eq!(data[..], values(7, 30)[..]);
-                }
+                member.call(desc).unwrap();
+                assert!(bytes == masked(&values(7, 30)));
             }
+            assert_eq!(device.begun(), 20, "one copy of each call");
         });
     }
 }
 
-/// In a chain, an empty message is sent only after the message before it, like a message with data.
+/// A device that copies in one piece at a time, as the test allows.
+#[derive(Debug, Default)]
+struct Stepwise {
+    task: Mutex<Option<ExternalTask>>,
+    out: Mutex<Option<ExternalTask>>,
+}
+
+#[derive(Debug)]
+struct StepwiseOut(Arc<Stepwise>);
+
+impl Staging for StepwiseOut {
+    fn copy_in(&self, _: &[ExternalCopy], _: usize, _: &Arc<dyn Any + Send + Sync>) -> Result<Arc<dyn External>> {
+        Ok(self.0.clone())
+    }
+
+    fn copy_out(&self) -> Arc<dyn External> {
+        self.0.clone()
+    }
+}
+
+impl External for Stepwise {
+    fn name(&self) -> &str {
+        "stepwise"
+    }
+
+    fn begin(&self, task: ExternalTask) {
+        let held = if task.is_copy_out() { &self.out } else { &self.task };
+        *held.lock().unwrap() = Some(task);
+    }
+}
+
+/// Results of a large call are copied out while most of its tensor has yet to be copied in.
 #[test]
-fn a_chain_of_empty_messages_waits_for_an_external_operation_in_it() {
-    for held in [0, 2] {
-        World::new(options(3, Fabric::Shm).with("algorithm", "reduce=chain")).run("g", |member| {
+fn a_call_streams_behind_its_copies() {
+    const COUNT: usize = 4 << 20;
+    World::new(options(2, Fabric::Shm)).run("g", |member| {
+        let device: Arc<Stepwise> = Arc::default();
+        let mut bytes = masked(&values(member.rank, COUNT));
+        let mut desc = CallDesc::new(Collective::AllReduce, Dtype::F32);
+        desc.outputs = Blocks::of(on_device(&mut bytes));
+        desc.mode = Mode::Async;
+        desc.staging = Some(Arc::new(StepwiseOut(device.clone())));
+        let call = member.group.submit(desc).unwrap();
+        let task = device.task.lock().unwrap().take().unwrap();
+        let pieces = task.copies().len();
+        assert_eq!((pieces, task.ready_copies()), (16, 16), "pieces of 1 MiB");
+        let out = || device.out.lock().unwrap();
+        for piece in 0..pieces {
+            assert!(out().as_ref().is_none_or(|out| out.ready_copies() < pieces), "more is final than has arrived");
+            copy_one(&task, &task.copies()[piece]);
+            task.note_made(piece + 1);
+            if piece == 11 {
+                until("something is final", || {
+                    let _ = call.wait(Some(Duration::from_millis(1)), &mut || false);
+                    out().is_some()
+                });
+            }
+        }
+        task.done();
+        until("the copy-out has begun", || out().is_some());
+        copy(out().take().unwrap());
+        finish(&call).unwrap();
+        assert!(bytes == masked(&sums(2, COUNT)));
+    });
+}
+
+fn message(bytes: &mut [u8], device: &Arc<Device>, collective: Collective, peer: Option<u32>) -> CallDesc {
+    let mut desc = CallDesc::new(collective, Dtype::F32);
+    let blocks = Blocks::of(on_device(bytes));
+    *if collective == Collective::Send { &mut desc.inputs } else { &mut desc.outputs } = blocks;
+    (desc.peer, desc.mode) = (peer.map(Rank), Mode::Async);
+    desc.staging = staging(device);
+    desc
+}
+
+/// Messages of more bytes than a ring has, each between a device and host memory or two devices.
+#[test]
+fn a_message_passes_through_a_ring_wherever_its_tensors_lie() {
+    for &fabric in FABRICS {
+        for (count, when) in [(0, When::Later), (1, When::AtOnce), (1000, When::Later), (5_000_000, When::Later)] {
+            for (from_device, to_device, from_any) in [(true, true, true), (true, false, false), (false, true, false)] {
+                World::new(options(2, fabric)).run("g", |member| {
+                    let device = Device::new(when);
+                    let mut host = values(7, count);
+                    let mut bytes = masked(&host);
+                    if member.rank == 0 {
+                        let call = match from_device {
+                            true => member.group.submit(message(&mut bytes, &device, Collective::Send, Some(1))),
+                            false => member.post_send(&host, 1, 0),
+                        };
+                        // A message behind the staged one arrives although it has its bytes at once.
+                        let behind = member.post_send(&[member.rank as u8], 1, 3).unwrap();
+                        finish(&call.unwrap()).unwrap();
+                        finish(&behind).unwrap();
+                        return;
+                    }
+                    bytes.fill(0);
+                    host.fill(0.0);
+                    let peer = if from_any { None } else { Some(0) };
+                    let call = match to_device {
+                        true => member.group.submit(message(&mut bytes, &device, Collective::Recv, peer)),
+                        false => member.post_recv(&mut host, peer, 0),
+                    };
+                    let mut behind = [9_u8];
+                    finish(&member.post_recv(&mut behind, Some(0), 3).unwrap()).unwrap();
+                    let call = call.unwrap();
+                    finish(&call).unwrap();
+                    assert_eq!((behind, call.source_rank()), ([0], Some(Rank(0))));
+                    let expected = values(7, count);
+                    assert!(
+                        if to_device { bytes == masked(&expected) } else { host == expected },
+                        "{fabric:?} {count}"
+                    );
+                });
+            }
+        }
+    }
+}
+
+#[test]
+fn messages_behind_one_whose_bytes_have_not_arrived_overtake_its_bytes() {
+    for &fabric in FABRICS {
+        World::new(options(2, fabric)).run("g", |member| {
             let device = Device::new(When::Held);
-            let mut nothing: [u8; 0] = [];
-            let mut desc = all_reduce(&mut nothing, &device, Mode::Async);
-            (desc.collective, desc.root) = (Collective::Reduce, Rank(1));
-            if member.rank != held {
-                desc.outputs = Blocks::of(calls::write::<f32>(&mut []));
-                desc.staging = None;
+            let mut bytes = masked(&values(3, 100));
+            if member.rank == 0 {
+                let call = member.group.submit(message(&mut bytes, &device, Collective::Send, Some(1))).unwrap();
+                finish(&member.post_send(&[5_u8], 1, 3).unwrap()).unwrap();
+                let mut answer = [0_u8];
+                finish(&member.post_recv(&mut answer, Some(1), 4).unwrap()).unwrap();
+                copy(device.take());
+                return finish(&call).unwrap();
             }
-            let call = member.group.submit(desc).unwrap();
-            if member.rank == held {
-                let task = device.take();
-                // Gives the root time to end too early.
-                let mut received = [0_u8];
-                finish(&member.post_recv(&mut received, Some(1), 5).unwrap()).unwrap();
-                copy(task);
-            } else if member.rank == 1 {
-                let waited = call.wait(Some(Duration::from_millis(50)), &mut || false);
-                assert!(matches!(waited, Waited::TimedOut(_)), "the root has heard of rank {held}: {waited:?}");
-                finish(&member.post_send(&[1_u8], held as u32, 5).unwrap()).unwrap();
-            }
+            let mut host = [0.0_f32; 100];
+            let call = member.post_recv(&mut host, Some(0), 0).unwrap();
+            let mut behind = [0_u8];
+            finish(&member.post_recv(&mut behind, Some(0), 3).unwrap()).unwrap();
+            assert!(!call.is_done());
+            finish(&member.post_send(&behind, 0, 4).unwrap()).unwrap();
             finish(&call).unwrap();
+            assert_eq!(host[..], values(3, 100)[..]);
         });
+    }
+}
+
+/// The peer of a message has done its part when this rank has the bytes.
+#[test]
+fn a_message_that_is_being_copied_out_waits_for_its_device_and_not_for_its_peer() {
+    World::new(options(2, Fabric::Shm)).run("g", |member| {
+        if member.rank == 0 {
+            finish(&member.post_send(&values(3, 100), 1, 0).unwrap()).unwrap();
+            return;
+        }
+        let device = Device::new(When::Held);
+        let mut bytes = vec![0; 400];
+        let mut desc = message(&mut bytes, &device, Collective::Recv, Some(0));
+        desc.timeout = Some(Duration::from_millis(500));
+        let call = member.group.submit(desc).unwrap();
+        until("the copy-out has begun", || {
+            let _ = call.wait(Some(Duration::from_millis(1)), &mut || false);
+            device.begun() == 1
+        });
+        let task = device.take();
+        // Rank 0 may leave now.
+        until("the task is wanted back", || {
+            let _ = call.wait(Some(Duration::from_millis(1)), &mut || false);
+            task.is_cancelled()
+        });
+        assert!(!call.is_done(), "the call has ended under its external operation");
+        drop(task);
+        let Waited::Failed(error) = call.wait(Some(PATIENCE), &mut || false) else { panic!("it has failed") };
+        assert_eq!(error.kind, ErrorKind::Timeout, "{error}");
+        let words = ["recv", "the external operation copy-out by `stand-in` on this rank"];
+        assert!(words.iter().all(|word| error.to_string().contains(word)), "{error}");
+    });
+}
+
+#[test]
+fn a_failed_copy_of_a_message_is_an_error_of_both_ranks() {
+    for (rank, step) in [(0, "copy-in"), (1, "copy-out")] {
+        let errors = World::new(options(2, Fabric::Shm)).run("g", |member| {
+            let device = Device::new(if member.rank == rank { When::Fails } else { When::Later });
+            let mut bytes = masked(&values(3, 100));
+            let (collective, peer) = if member.rank == 0 { (Collective::Send, 1) } else { (Collective::Recv, 0) };
+            let call = member.group.submit(message(&mut bytes, &device, collective, Some(peer)));
+            let ended = call.and_then(|call| finish(&call));
+            // The sender of a message is done when its bytes have left.
+            let ended = ended.and_then(|()| member.barrier());
+            ended.unwrap_err()
+        });
+        for (of, error) in errors.iter().enumerate() {
+            let text = error.to_string();
+            assert_eq!(error.kind, ErrorKind::Device, "rank {of}: {text}");
+            assert!(text.contains(&format!("{step} by `stand-in` failed: its fan has stopped")), "rank {of}: {text}");
+        }
+    }
+}
+
+#[test]
+fn premul_sum_scales_what_has_been_copied_in() {
+    World::new(options(2, Fabric::Shm)).run("g", |member| {
+        let device = Device::new(When::Later);
+        let mut bytes = masked(&values(member.rank, 1000));
+        let mut desc = all_reduce(&mut bytes, &device, Mode::Blocking);
+        (desc.op, desc.factor) = (ReduceOp::PremulSum, 0.5);
+        member.call(desc).unwrap();
+        assert!(bytes == masked(&sums(2, 1000).iter().map(|sum| sum / 2.0).collect::<Vec<_>>()));
+        let mut integers = [1_i32; 4];
+        let tensor = TensorDesc::dense(integers.as_mut_ptr().cast(), Dtype::I32, Elems(4)).in_memory(DEVICE);
+        let mut desc = all_reduce(&mut [], &device, Mode::Blocking);
+        (desc.dtype, desc.outputs, desc.op, desc.factor) = (Dtype::I32, Blocks::of(tensor), ReduceOp::PremulSum, 0.5);
+        let error = member.group.submit(desc).map(drop).unwrap_err();
+        assert_eq!(error.kind, ErrorKind::Unsupported, "{error}");
+        assert_eq!(device.begun(), 2, "nothing begins in a call that is refused");
+    });
+}
+
+#[test]
+fn a_worker_that_ends_before_everything_is_final_fails_its_call() {
+    World::new(options(2, Fabric::Shm)).run("g", |member| {
+        let device: Arc<Stepwise> = Arc::default();
+        let mut bytes = masked(&values(member.rank, 3 << 20));
+        let mut desc = CallDesc::new(Collective::AllReduce, Dtype::F32);
+        desc.outputs = Blocks::of(on_device(&mut bytes));
+        desc.mode = Mode::Async;
+        desc.staging = Some(Arc::new(StepwiseOut(device.clone())));
+        let call = member.group.submit(desc).unwrap();
+        let task = device.task.lock().unwrap().take().unwrap();
+        task.copies()[..9].iter().for_each(|copy| copy_one(&task, copy));
+        task.note_made(9);
+        until("something is final", || poll(&call).is_some() || device.out.lock().unwrap().is_some());
+        if let Some(out) = device.out.lock().unwrap().take() {
+            assert!(out.ready_copies() < out.copies().len());
+            out.done();
+        }
+        until("the call gives its memory back", || task.is_cancelled());
+        drop(task);
+        assert!(matches!(call.wait(Some(PATIENCE), &mut || false), Waited::Failed(_)));
+    });
+}
+
+#[test]
+fn measured_calls_have_the_same_figures_and_bits_wherever_their_tensors_lie() {
+    const COUNT: usize = 300_007;
+    /// Figures, bits of the sums, and bits of the residual.
+    type Result = ((u64, u64, u64, u64, u64), Vec<Vec<u8>>, Vec<u32>);
+    let results: Vec<Vec<Result>> = [(0, false), (0, true), (2, false), (2, true)]
+        .into_iter()
+        .map(|(workers, is_staged)| {
+            let mut options = crate::calls::options(&[0, 1], "all_reduce", "direct_two_phase").over(Fabric::Tcp);
+            options.config.worker_count = WorkerCount::Exactly(workers);
+            World::new(options).run("g", move |member| {
+                let (mut encoding, stats) = probed(vec![both_ways(max_min(4, 64, Rounding::Stochastic), 5)], 64);
+                let kept = vec![0.0_f32; COUNT];
+                let contributions = vec![kept.as_ptr() as usize];
+                encoding.residuals = Some(Arc::new(Residuals { contributions, sums: vec![] }));
+                let device = Device::new(When::Later);
+                let mut bits = Vec::new();
+                for step in 0..2 {
+                    encoding.step = step;
+                    let mut bytes = masked(&crate::calls::data(member.rank, COUNT, 1 + step));
+                    if !is_staged {
+                        bytes.iter_mut().for_each(|byte| *byte ^= MASK);
+                    }
+                    let mut desc = all_reduce(&mut bytes, &device, Mode::Blocking);
+                    if !is_staged {
+                        let host = TensorDesc::dense(bytes.as_mut_ptr(), Dtype::F32, Elems(COUNT as u64));
+                        desc.outputs = Blocks::of(host);
+                    }
+                    desc.encoding = encoding.clone().into();
+                    member.call(desc).unwrap();
+                    bits.push(bytes.iter().map(|byte| byte ^ if is_staged { MASK } else { 0 }).collect::<Vec<_>>());
+                }
+                let lanes = member.group.snapshot().groups[0].lanes.len();
+                assert_eq!(lanes, workers as usize + 1);
+                let [row] = stats.read()[..] else { panic!("one tensor") };
+                let kept: Vec<u32> = kept.iter().map(|lost| lost.to_bits()).collect();
+                ((row.calls, row.compared, row.error.to_bits(), row.square.to_bits(), row.residual_calls), bits, kept)
+            })
+        })
+        .collect();
+    assert!(results[0][0].0.1 > 0, "something was compared");
+    for other in &results[1..] {
+        let figures = |all: &[Result]| all.iter().map(|one| one.0).collect::<Vec<_>>();
+        assert_eq!(figures(&results[0]), figures(other));
+        assert!(results[0] == *other, "other bits");
     }
 }
 
@@ -458,7 +759,7 @@ fn a_tensor_that_nothing_stages_is_refused_with_the_remedy() {
     World::new(options(2, Fabric::Loopback(4))).run("g", |member| {
         let device = Device::new(When::AtOnce);
         let mut bytes = [masked(&[1.0; 8]), masked(&[1.0; 8])];
-        let [_, second] = &mut bytes;
+        let [first, second] = &mut bytes;
         let mut host = [1.0_f32; 8];
         let refused = |desc: CallDesc, words: &[&str]| {
             let error = member.group.submit(desc).map(drop).unwrap_err();
@@ -471,19 +772,12 @@ fn a_tensor_that_nothing_stages_is_refused_with_the_remedy() {
         let mut plain = CallDesc::new(Collective::AllReduce, Dtype::F32);
         plain.outputs.push([calls::write(&mut host), on_device(second)]);
         refused(plain.clone(), &["all_reduce", "output tensor 1", "copy it to host memory first, or set `staging`"]);
-        plain.staging = Some(device.clone());
-        let mut scaled = plain.clone();
-        scaled.op = ReduceOp::PremulSum;
-        refused(scaled, &["all_reduce", "PREMUL_SUM", "scale it first"]);
-        let mut strided = plain.clone();
-        let view = TensorDesc::strided(second.as_mut_ptr(), Dtype::F32, &[4], &[2]).unwrap().in_memory(DEVICE);
-        strided.outputs = Blocks::of(view);
-        refused(strided, &["all_reduce", "output tensor 0", "contiguous"]);
-        let mut message = CallDesc::new(Collective::Send, Dtype::F32);
-        message.inputs = Blocks::of(on_device(second));
-        message.peer = Some(Rank(1));
-        message.staging = Some(device.clone());
-        refused(message, &["send", "input tensor 0", "messages are not staged"]);
+        plain.staging = staging(&device);
+        let mut two = plain.clone();
+        let elsewhere = on_device(first).in_memory(MemoryKind::Device { id: 7 });
+        two.outputs = Blocks::default();
+        two.outputs.push([elsewhere, on_device(second)]);
+        refused(two, &["output tensor 1", "output tensor 0 is in the memory of device 7", "on one device"]);
         assert_eq!(device.begun(), 0);
         // The refused calls have taken no sequence numbers.
         member.barrier().unwrap();

@@ -11,6 +11,7 @@ use accl_types::{Collective, Dtype, Error, Rank, ReduceOp, Result};
 use super::encoding::{Encoded, Encoding, is_encoded};
 use super::external::External;
 use super::phases::Phases;
+use super::staging::Staging;
 use super::tensor::{Blocks, MemoryKind, TensorDesc};
 
 /// Whether the caller waits immediately.
@@ -56,8 +57,8 @@ pub struct CallDesc {
     pub seq: Option<u64>,
     /// Whether messages are encoded, and with which settings.
     pub encoding: Encoded,
-    /// Worker that copies tensors in other memory to host memory and back, if there are such tensors.
-    pub staging: Option<Arc<dyn External>>,
+    /// Copies tensors in other memory to host memory and back, if there are such tensors.
+    pub staging: Option<Arc<dyn Staging>>,
     /// Worker that does the whole collective, once the signatures of all ranks agree. All ranks must set this, or none.
     pub offload: Option<Arc<dyn External>>,
     /// Part of the call that this description covers, if other lanes do the other parts.
@@ -177,7 +178,7 @@ impl CallDesc {
     pub fn check(&self, rank: Rank, world: u32) -> Result<()> {
         self.check_ranks(world)?;
         self.check_blocks(rank, world)?;
-        self.check_memory(rank, world)?;
+        self.check_memory(rank)?;
         self.check_offload(rank, world)?;
         if self.collective.reduces() {
             self.check_reduction()?;
@@ -191,57 +192,48 @@ impl CallDesc {
     /// Returns whether a tensor lies in memory that the executor cannot access.
     pub(crate) fn is_staged(&self) -> bool {
         let mut pieces = self.inputs.pieces().iter().chain(self.outputs.pieces());
-        // The first part stages the tensors for all parts.
-        self.part.index == 0 && pieces.any(|tensor| tensor.memory() != MemoryKind::Host)
+        pieces.any(|tensor| tensor.memory() != MemoryKind::Host)
     }
 
-    /// Returns whether all tensors lie in memory that the host can access.
-    pub fn uses_host_memory(&self) -> bool {
-        !self.is_staged()
+    /// Returns whether each block ends with the sample of a measured call.
+    pub(crate) fn has_sample(&self) -> bool {
+        matches!(&self.encoding, Encoded::As(Encoding { probe: Some(probe), .. }) if probe.rooms.is_some())
     }
 
-    /// Checks the tensors that the executor cannot access: external operations of the plan must be able to stage them.
-    fn check_memory(&self, rank: Rank, world: u32) -> Result<()> {
+    /// Checks the tensors that the executor cannot access: they must lie on one device, and something must stage them.
+    fn check_memory(&self, rank: Rank) -> Result<()> {
         let sides = [("input", &self.inputs), ("output", &self.outputs)];
         let all = sides.iter().flat_map(|(side, blocks)| (0..).zip(blocks.pieces()).map(move |(i, t)| (*side, i, t)));
+        let mut first: Option<(&str, u32, MemoryKind)> = None;
         for (side, index, tensor) in all.filter(|(_, _, tensor)| tensor.memory() != MemoryKind::Host) {
+            let memory = tensor.memory();
+            let (first_side, first_index, first_memory) = *first.get_or_insert((side, index, memory));
             let why = match &self.staging {
-                None => "and no staging is configured; copy it to host memory first, or set `staging`",
-                // A point-to-point message has no plan.
-                Some(_) if self.collective.is_point_to_point() => {
-                    "but point-to-point messages are not staged; copy it to host memory first"
-                }
-                Some(_) if self.op == ReduceOp::PremulSum => {
-                    "but PREMUL_SUM scales tensors before they are staged; scale it first and use SUM"
-                }
-                Some(_) if self.encoding(world).is_some() => {
-                    "but compressed calls read host memory; copy it to host memory first, or call without a codec"
-                }
-                Some(_) if !tensor.is_dense_value() => {
-                    "but is not dense; pass a contiguous tensor, for instance tensor.contiguous()"
-                }
+                None => "and no staging is configured; copy it to host memory first, or set `staging`".to_owned(),
+                Some(_) if memory != first_memory => format!(
+                    "but {first_side} tensor {first_index} is in {first_memory}; put all tensors of a call on one device"
+                ),
                 Some(_) => continue,
             };
-            let text = format!("{side} tensor {index} is in {}, {why}", tensor.memory());
+            let text = format!("{side} tensor {index} is in {memory}, {why}");
             return Err(Error::unsupported(text).of(self.collective).on_rank(rank));
         }
         Ok(())
     }
 
     /// Returns why the host always executes this call; `None` if a component may execute it as a whole. All ranks get the
-    /// same answer, unless their tensors lie in memory of different kinds.
+    /// same answer.
     pub fn why_on_host(&self, world: u32) -> Option<&'static str> {
         Some(match self.collective {
             Collective::Barrier | Collective::Send | Collective::Recv => "it does not move blocks between all ranks",
             _ if self.op == ReduceOp::PremulSum => "PREMUL_SUM scales tensors beforehand; scale them first and use SUM",
             _ if self.encoding(world).is_some() => "it is compressed; call without a codec",
-            _ if self.is_staged() => "it has tensors outside host memory; copy them to host memory first",
             _ if !self.equal_blocks => "it has blocks of unequal sizes",
             _ => return None,
         })
     }
 
-    /// Checks an offloaded call: it must be a collective on unencoded host memory.
+    /// Checks an offloaded call: it must be a collective that is not encoded.
     fn check_offload(&self, rank: Rank, world: u32) -> Result<()> {
         let Some((by, why)) = self.offload.as_ref().zip(self.why_on_host(world)) else { return Ok(()) };
         let text = format!("`{}` cannot run the call: {why}", by.name());

@@ -14,13 +14,14 @@
 use std::any::Any;
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock};
 
-use accl_types::{Collective, Dtype, Error, ErrorKind, Moment, Rank, ReduceOp};
+use accl_types::{Collective, Dtype, Error, ErrorKind, Moment, Rank, ReduceOp, Result};
 
 use super::access::Access;
-use super::tensor::{Blocks, TensorDesc};
+use super::external_copy::ExternalCopy;
+use super::tensor::Blocks;
 
 /// Function that wakes the thread that makes progress.
 pub type Wake = Arc<dyn Fn() + Send + Sync>;
@@ -39,15 +40,10 @@ pub trait External: Send + Sync + fmt::Debug {
     /// Runs under the engine's lock, like [`External::begin`]. Workers that check their tasks themselves do not need
     /// it.
     fn cancel(&self) {}
-}
 
-/// A copy from one tensor to another of the same dtype and number of elements.
-#[derive(Clone, Debug)]
-pub struct ExternalCopy {
-    /// The source.
-    pub from: TensorDesc,
-    /// The destination.
-    pub to: TensorDesc,
+    /// Notifies the worker that more copies of a task may be made: see [`ExternalTask::ready_copies`]. Runs under the
+    /// engine's lock, like [`External::begin`].
+    fn copies_are_ready(&self) {}
 }
 
 /// A collective that an external operation does as a whole. All ranks have issued it: their signatures are equal.
@@ -74,19 +70,47 @@ pub struct ExternalCollective {
     pub outputs: Blocks,
 }
 
+/// Work on the host memory of copies that have been made, before the call uses them.
+pub(crate) type AfterCopy = Arc<dyn Fn(&[ExternalCopy]) -> Result<()> + Send + Sync>;
+
+/// Copies of a task.
+#[derive(Clone, Default)]
+pub(crate) struct ExternalCopies {
+    pub(crate) copies: Vec<ExternalCopy>,
+    /// Number of copies that may be made at once. Others follow as [`ExternalHandle::set_ready`] says.
+    pub(crate) ready: u32,
+    pub(crate) after: Option<AfterCopy>,
+}
+
+impl fmt::Debug for ExternalCopies {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ExternalCopies").field("copies", &self.copies).finish_non_exhaustive()
+    }
+}
+
 /// Work of a task.
 #[derive(Clone, Debug)]
 pub(crate) enum ExternalWork {
-    Copies(Vec<ExternalCopy>),
+    CopyIn(ExternalCopies),
+    CopyOut(ExternalCopies),
     Collective(Box<ExternalCollective>),
     /// The parts of the call that other lanes do.
     Parts,
 }
 
+impl ExternalWork {
+    fn copies(&self) -> Option<&ExternalCopies> {
+        match self {
+            ExternalWork::CopyIn(copies) | ExternalWork::CopyOut(copies) => Some(copies),
+            ExternalWork::Collective(_) | ExternalWork::Parts => None,
+        }
+    }
+}
+
 const UNDER_WAY: u8 = 0;
 const DONE: u8 = 1;
 const FAILED: u8 = 2;
-const PANICKED: &str = "the worker panicked when it began the operation";
+const PANICKED: &str = "the worker panicked when it began the operation or learned of more copies";
 
 struct TaskState {
     state: AtomicU8,
@@ -95,14 +119,19 @@ struct TaskState {
     /// Whether the worker panicked in `begin`. Its results are then not used, but the executor still waits for the task
     /// to end.
     has_panicked: AtomicBool,
+    /// Number of copies that have been made.
+    made: AtomicU32,
+    /// Number of copies that may be made.
+    ready: AtomicU32,
     why: OnceLock<Error>,
     wake: Wake,
 }
 
 /// One external operation in flight.
 ///
-/// The worker that has the task has exclusive access to the memory of its copies. The memory of a collective is
-/// accessed only through [`CollectiveMemory`](crate::memory::CollectiveMemory). The task is given back by
+/// The worker that has the task has exclusive access to the tensors of its copies. It also has access to the host memory
+/// of each copy: of a copy-in until it reports the copy, of a copy-out from the time at which the copy is ready. The
+/// memory of a collective is accessed only through [`CollectiveMemory`](crate::memory::CollectiveMemory). The task is given back by
 /// [`ExternalTask::done`], [`ExternalTask::fail`], or a drop. A drop counts as a failure unless the task was cancelled.
 pub struct ExternalTask {
     work: ExternalWork,
@@ -112,18 +141,53 @@ pub struct ExternalTask {
 }
 
 impl ExternalTask {
-    /// Returns the copies to make.
+    /// Returns the copies to make, in order.
     pub fn copies(&self) -> &[ExternalCopy] {
-        match &self.work {
-            ExternalWork::Copies(copies) => copies,
-            ExternalWork::Collective(_) | ExternalWork::Parts => &[],
+        self.work.copies().map_or(&[], |copies| &copies.copies)
+    }
+
+    /// Returns whether the copies go from host memory to the tensors.
+    pub fn is_copy_out(&self) -> bool {
+        matches!(self.work, ExternalWork::CopyOut(_))
+    }
+
+    /// Returns how many copies may be made: the first ones. When the number rises,
+    /// [`External::copies_are_ready`] is called.
+    pub fn ready_copies(&self) -> usize {
+        // Acquire: the bytes of a copy that is ready are visible to this thread.
+        self.shared.ready.load(Ordering::Acquire) as usize
+    }
+
+    /// Returns how many copies were reported as made.
+    pub fn made_copies(&self) -> usize {
+        // Relaxed: only the owner of the task changes the number.
+        self.shared.made.load(Ordering::Relaxed) as usize
+    }
+
+    /// Reports that the first `count` copies have been made, so that the call may go on behind a copy-in. A number that
+    /// does not rise changes nothing. Takes no lock of the engine.
+    ///
+    /// # Panics
+    /// Panics if there are fewer copies.
+    pub fn note_made(&self, count: usize) {
+        let before = self.made_copies();
+        let Some(ExternalCopies { copies, after, .. }) = self.work.copies() else { return };
+        if count <= before {
+            return;
         }
+        if let Some(Err(error)) = after.as_ref().map(|after| after(&copies[before..count])) {
+            let _ = self.shared.why.set(error);
+            return;
+        }
+        // Release: a thread that sees the number also sees the bytes.
+        self.shared.made.store(count as u32, Ordering::Release);
+        (self.shared.wake)();
     }
 
     /// Returns the collective to do, if the task is one.
     pub fn collective(&self) -> Option<&ExternalCollective> {
         match &self.work {
-            ExternalWork::Copies(_) | ExternalWork::Parts => None,
+            ExternalWork::CopyIn(_) | ExternalWork::CopyOut(_) | ExternalWork::Parts => None,
             ExternalWork::Collective(collective) => Some(collective),
         }
     }
@@ -146,9 +210,15 @@ impl ExternalTask {
         self.shared.access.begin()
     }
 
-    /// Ends the task as successful: all outputs are written. The worker no longer accesses the task's memory.
+    /// Ends the task as successful: all outputs are written, and all copies made. The worker no longer accesses the
+    /// task's memory.
     pub fn done(self) {
-        self.end(DONE);
+        let (ready, all) = (self.ready_copies(), self.copies().len());
+        if ready < all {
+            return self.fail_with(Error::internal(format!("{ready} of {all} copies were ready when it ended")));
+        }
+        self.note_made(all);
+        self.end(if self.shared.why.get().is_some() { FAILED } else { DONE });
     }
 
     /// Ends the task as failed, for the reason `why`. The worker no longer accesses the task's memory.
@@ -235,7 +305,10 @@ impl ExternalHandle {
         keeps: Arc<dyn Any + Send + Sync>,
         wake: Wake,
     ) -> Self {
+        let ready = work.copies().map_or(0, |copies| copies.ready);
         let shared = Arc::new(TaskState {
+            made: AtomicU32::new(0),
+            ready: AtomicU32::new(ready),
             state: AtomicU8::new(UNDER_WAY),
             access: Access::default(),
             has_panicked: AtomicBool::new(false),
@@ -271,6 +344,23 @@ impl ExternalHandle {
                 let silent = || Error::device("the worker dropped the task without a result");
                 ExternalState::Failed(self.shared.why.get().cloned().unwrap_or_else(silent))
             }
+        }
+    }
+
+    /// Returns how many copies have been made.
+    #[inline]
+    pub(crate) fn made(&self) -> u32 {
+        // Acquire: the thread that goes on sees the bytes.
+        self.shared.made.load(Ordering::Acquire)
+    }
+
+    /// Lets the first `count` copies be made, as their bytes are final.
+    pub(crate) fn set_ready(&self, count: u32) {
+        // Release: a worker that sees the number also sees the bytes.
+        self.shared.ready.store(count, Ordering::Release);
+        if catch_unwind(AssertUnwindSafe(|| self.by.copies_are_ready())).is_err() {
+            let _ = self.shared.why.set(Error::device(PANICKED));
+            self.shared.has_panicked.store(true, Ordering::Relaxed);
         }
     }
 
@@ -340,7 +430,7 @@ mod tests {
         let wake: Wake = Arc::new(move || {
             counter.fetch_add(1, Ordering::Relaxed);
         });
-        let handle = ExternalHandle::begin(&by, ExternalWork::Copies(Vec::new()), Arc::new(()), wake);
+        let handle = ExternalHandle::begin(&by, ExternalWork::CopyIn(ExternalCopies::default()), Arc::new(()), wake);
         let task = shelf.tasks.lock().unwrap().pop().unwrap();
         (shelf, handle, task, wakes)
     }
@@ -384,7 +474,8 @@ mod tests {
         let by: Arc<dyn External> = shelf.clone();
         let keeps = Arc::new(7);
         let alive = Arc::downgrade(&keeps);
-        let handle = ExternalHandle::begin(&by, ExternalWork::Copies(Vec::new()), keeps, Arc::new(|| {}));
+        let handle =
+            ExternalHandle::begin(&by, ExternalWork::CopyIn(ExternalCopies::default()), keeps, Arc::new(|| {}));
         assert!(handle.abandoned().is_none());
         let task = shelf.tasks.lock().unwrap().pop().unwrap();
         assert!(task.hold() && !task.hold());

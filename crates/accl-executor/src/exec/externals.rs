@@ -1,20 +1,13 @@
-//! The external operations of one call: when they may begin, which are in flight, and how they end.
+//! External operations of one run: which are in flight, how far they are, and whether one has failed.
 //!
-//! An operation may begin when its dependencies are done, which `run` knows, and the ranks have agreed to the call. A
-//! rank agrees when a frame with this call's signature has arrived from it; the first frame of any message has a
-//! signature. All ranks with which this rank exchanges messages in the call must agree.
+//! An operation begins when its dependencies allow it. A copy into host memory writes no memory of the caller, so it
+//! begins with the call. A copy out begins when bytes are final. Messages of the ranks that made these bytes have
+//! arrived by then, and their signatures agree with this call. An operation that needs the agreement of all ranks must
+//! depend on messages that lead from each rank to each. Once an operation has begun, a pass only checks its numbers.
 //!
-//! Other ranks may be waiting for something that this rank has yet to send. Therefore this rank probes them when its
-//! first external operation is due, and requests an answer. A rank answers even if its part in the call is done. So no
-//! external operation accesses memory for ranks that issued different calls.
-//!
-//! Ranks that exchange nothing agree if a chain of messages leads from one to the other. An operation that needs the
-//! agreement of all ranks must depend on such messages. Once an operation has begun, a pass only checks its flag.
-//!
-//! This module owns the agreement and the handles; the worker of each operation does the work. Read
-//! [`Externals::begin`] first.
+//! This module owns the handles; the worker of each operation does the work. Read [`Externals::begin`] first.
 
-use accl_types::{Error, Rank};
+use accl_types::Error;
 use smallvec::SmallVec;
 
 use crate::call::{ExternalHandle, ExternalState, Wake};
@@ -23,13 +16,7 @@ use crate::plan::ExternalStep;
 /// State of a run's external operations. Most runs have none.
 #[derive(Default)]
 pub(super) struct Externals {
-    /// Ranks that have not shown yet that they agree.
-    unagreed: SmallVec<[Rank; 4]>,
-    /// Whether these ranks were asked.
-    asked: bool,
-    /// Operations that wait for the agreement.
-    waiting: SmallVec<[u32; 2]>,
-    under_way: SmallVec<[UnderWay; 1]>,
+    under_way: SmallVec<[UnderWay; 2]>,
     /// Wakes the driver when an operation ends.
     wake: Option<Wake>,
     /// Why an operation failed.
@@ -42,49 +29,14 @@ struct UnderWay {
     handle: ExternalHandle,
 }
 
-/// Whether ranks agree to a call, as far as its external operations need it.
-#[derive(Debug, PartialEq, Eq)]
-pub(super) enum Agreement {
-    Reached,
-    /// The ranks were asked, and have not all answered.
-    Awaited,
-    /// The caller must ask these ranks.
-    Asks(SmallVec<[Rank; 4]>),
-}
-
 impl Externals {
-    /// Creates the state of a run. The ranks `peers` must agree before an operation begins.
-    pub(super) fn new(peers: &[Rank]) -> Self {
-        Self { unagreed: peers.into(), ..Self::default() }
-    }
-
     pub(super) fn set_wake(&mut self, wake: Wake) {
         self.wake = Some(wake);
     }
 
-    /// Returns whether an operation may begin. If it must wait, [`Externals::note_agreement`] returns it later.
-    pub(super) fn agreement(&mut self, op: u32) -> Agreement {
-        if self.unagreed.is_empty() {
-            return Agreement::Reached;
-        }
-        if !self.waiting.contains(&op) {
-            self.waiting.push(op);
-        }
-        match std::mem::replace(&mut self.asked, true) {
-            true => Agreement::Awaited,
-            false => Agreement::Asks(self.unagreed.clone()),
-        }
-    }
-
-    /// Records that a frame with this call's signature has arrived from a rank. Returns the operations that may begin
-    /// now.
-    #[inline]
-    pub(super) fn note_agreement(&mut self, from: Rank) -> SmallVec<[u32; 2]> {
-        if self.unagreed.is_empty() {
-            return SmallVec::new();
-        }
-        self.unagreed.retain(|rank| *rank != from);
-        if self.unagreed.is_empty() { std::mem::take(&mut self.waiting) } else { SmallVec::new() }
+    /// Returns the function that wakes the driver.
+    pub(super) fn wake(&self) -> Option<&Wake> {
+        self.wake.as_ref()
     }
 
     /// Begins an operation. Returns `false` if there is nothing for it to do.
@@ -107,6 +59,23 @@ impl Externals {
         self.under_way.iter().any(|under_way| under_way.op == op)
     }
 
+    /// Returns how many copies of an operation in flight have been made.
+    #[inline]
+    pub(super) fn made(&self, op: u32) -> u32 {
+        self.of(op).map_or(0, |under_way| under_way.handle.made())
+    }
+
+    /// Lets the first `count` copies of an operation in flight be made.
+    pub(super) fn set_ready(&self, op: u32, count: u32) {
+        if let Some(under_way) = self.of(op) {
+            under_way.handle.set_ready(count);
+        }
+    }
+
+    fn of(&self, op: u32) -> Option<&UnderWay> {
+        self.under_way.iter().find(|under_way| under_way.op == op)
+    }
+
     /// Returns whether an operation that was in flight has ended.
     #[inline]
     pub(super) fn has_ended(&self) -> bool {
@@ -127,17 +96,7 @@ impl Externals {
             ExternalState::UnderWay => return false,
             ExternalState::Done => true,
             ExternalState::Failed(why) => {
-                let name = handle.name();
-                let error = match step {
-                    // The worker of a whole call reports a complete error.
-                    ExternalStep::Offload | ExternalStep::Join => why,
-                    ExternalStep::CopyIn | ExternalStep::CopyOut => {
-                        let Error { kind, message, context } = why;
-                        let text =
-                            format!("{step} by `{name}` failed: {message}; check the output of `{name}` on this rank");
-                        Error { context, ..Error::new(kind, text) }
-                    }
-                };
+                let error = step.failure(handle.name(), why);
                 self.failure.get_or_insert(error);
                 false
             }
@@ -146,10 +105,10 @@ impl Externals {
         is_done
     }
 
-    /// Returns whether an operation has begun whose end was not yet checked.
+    /// Returns whether an operation of such a step has begun whose end was not yet checked.
     #[inline]
-    pub(super) fn has_any(&self) -> bool {
-        !self.under_way.is_empty()
+    pub(super) fn has(&self, step: ExternalStep) -> bool {
+        self.under_way.iter().any(|under_way| under_way.step == step)
     }
 
     /// Returns whether an operation has failed: see [`Externals::take_failure`].
@@ -168,10 +127,9 @@ impl Externals {
         self.under_way.iter().for_each(|under_way| under_way.handle.cancel());
     }
 
-    /// Returns whether an operation that began has not ended.
-    #[inline]
-    pub(super) fn are_under_way(&self) -> bool {
-        self.under_way.iter().any(|under_way| !under_way.handle.has_ended())
+    /// Returns whether an operation of such a step has not ended.
+    pub(super) fn is_under_way(&self, step: ExternalStep) -> bool {
+        self.under_way.iter().any(|under_way| under_way.step == step && !under_way.handle.has_ended())
     }
 
     /// Returns whether an operation that began may access memory of the call, now or later. After
@@ -191,12 +149,7 @@ impl Externals {
     pub(super) fn under_way(&self, without_parts: bool) -> Option<String> {
         let is_left_out = |of: &UnderWay| of.handle.has_ended() || without_parts && of.step == ExternalStep::Join;
         let UnderWay { step, handle, .. } = self.under_way.iter().find(|of| !is_left_out(of))?;
-        Some(match step {
-            ExternalStep::Join => "the part of the call on other lanes".to_owned(),
-            ExternalStep::CopyIn | ExternalStep::CopyOut | ExternalStep::Offload => {
-                format!("the external operation {step} by `{}`", handle.name())
-            }
-        })
+        Some(step.describe(handle.name()))
     }
 }
 
@@ -207,21 +160,7 @@ mod tests {
     use accl_types::ErrorKind;
 
     use super::*;
-    use crate::call::{External, ExternalTask, ExternalWork};
-
-    #[test]
-    fn the_agreement_of_all_ranks_is_asked_for_once_and_then_holds() {
-        let mut externals = Externals::new(&[Rank(1), Rank(3)]);
-        assert!(externals.note_agreement(Rank(3)).is_empty());
-        assert_eq!(externals.agreement(7), Agreement::Asks([Rank(1)].as_slice().into()));
-        assert_eq!(externals.agreement(7), Agreement::Awaited);
-        assert_eq!(externals.agreement(9), Agreement::Awaited);
-        assert!(externals.note_agreement(Rank(3)).is_empty());
-        assert_eq!(externals.note_agreement(Rank(1))[..], [7, 9], "those that waited may begin, each once");
-        assert_eq!(externals.agreement(7), Agreement::Reached);
-        assert!(externals.note_agreement(Rank(1)).is_empty());
-        assert_eq!(Externals::new(&[]).agreement(0), Agreement::Reached, "a rank alone agrees with itself");
-    }
+    use crate::call::{External, ExternalCopies, ExternalTask, ExternalWork};
 
     #[derive(Debug, Default)]
     struct Shelf(std::sync::Mutex<Option<ExternalTask>>);
@@ -242,16 +181,20 @@ mod tests {
         let by: Arc<dyn External> = shelf.clone();
         let mut externals = Externals::default();
         externals.set_wake(Arc::new(|| {}));
-        let work = ExternalWork::Copies(Vec::new());
+        let work = ExternalWork::CopyIn(ExternalCopies::default());
         assert!(externals.begin(3, ExternalStep::Offload, |wake| {
             Some(ExternalHandle::begin(&by, work, Arc::new(()), wake.clone()))
         }));
-        assert!(externals.has_any() && externals.are_under_way());
+        assert!(externals.has(ExternalStep::Offload) && externals.is_under_way(ExternalStep::Offload));
         let task = shelf.0.lock().unwrap().take();
         task.unwrap().fail_as(ErrorKind::Timeout, "in vain");
         // Until the failure is read, the call must not time out by itself: the worker's own error comes first.
-        assert!(externals.has_any() && !externals.are_under_way() && externals.has_ended());
-        assert!(!externals.settle(3) && !externals.has_any() && !externals.has_ended());
+        assert!(
+            externals.has(ExternalStep::Offload)
+                && !externals.is_under_way(ExternalStep::Offload)
+                && externals.has_ended()
+        );
+        assert!(!externals.settle(3) && !externals.has(ExternalStep::Offload) && !externals.has_ended());
         assert!(externals.has_failed(), "a pass has yet to take it");
         assert_eq!(externals.take_failure().map(|error| error.kind), Some(ErrorKind::Timeout));
         assert!(!externals.has_failed());
@@ -263,7 +206,7 @@ mod tests {
         let by: Arc<dyn External> = shelf.clone();
         let mut externals = Externals::default();
         externals.set_wake(Arc::new(|| {}));
-        let work = ExternalWork::Copies(Vec::new());
+        let work = ExternalWork::CopyIn(ExternalCopies::default());
         externals
             .begin(3, ExternalStep::Offload, |wake| Some(ExternalHandle::begin(&by, work, Arc::new(()), wake.clone())));
         let task = shelf.0.lock().unwrap().take().unwrap();

@@ -13,4 +13,4 @@ pub(crate) use fast_path::FastPath;
 pub use p2p::PRIVATE_TAGS;
 pub(crate) use p2p::{FromAny, Message, P2p};
 pub use run::OFFLOAD_GRACE;
-pub(crate) use run::{PROBE, PROBE_AFTER, Run, answer_probe};
+pub(crate) use run::{PROBE, PROBE_AFTER, Run};

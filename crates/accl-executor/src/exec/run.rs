@@ -15,12 +15,12 @@ use accl_types::{Error, Moment, Rank, Result};
 use accl_wire::frame::{Header, Kind, Signature, WANTS_GRANT};
 
 use super::context::{RunContext, flags};
-use super::externals::{Agreement, Externals};
+use super::externals::Externals;
 use super::transfer::{Ahead, Arrival, Excess, Fragment, Incoming, Outgoing, Part, Window};
 use crate::call::{CallState, Wake};
 use crate::memory::{Compute, Storage};
 use crate::peers::Members;
-use crate::plan::{Coded, Combination, ExternalStep, Plan, PlanOp, PlanOpKind, Region, Shape};
+use crate::plan::{Coded, Combination, ExternalStep, FinalSegments, Plan, PlanOp, PlanOpKind, Region, Shape};
 
 /// Bytes of local work per step, so that receiving and sending alternate with it.
 const LOCAL_STEP: u64 = 256 << 10;
@@ -54,19 +54,6 @@ fn corrupted(from: Rank, why: &str) -> Error {
         "data from rank {from} is corrupted: {why}; check the network between the two ranks, and that both run the \
          same version"
     ))
-}
-
-/// Sends the signature of a call to a rank. [`WANTS_GRANT`] in `flags` requests an answer.
-fn send_probe((group, seq): (u64, u64), signature: &Signature, to: Rank, flags: u8, env: &mut RunContext<'_>) {
-    let header = Header { flags, group, seq, edge: PROBE, ..Header::new(Kind::Begin) };
-    env.net.send_control(env.members.peer(to), header, &signature.to_bytes());
-}
-
-/// Answers a probe for a call that is already done here and had this signature.
-pub(crate) fn answer_probe(probe: &Header, signature: &Signature, to: Rank, env: &mut RunContext<'_>) {
-    if probe.flags & WANTS_GRANT != 0 {
-        send_probe((probe.group, probe.seq), signature, to, 0, env);
-    }
 }
 
 /// Progress of one operation.
@@ -194,6 +181,10 @@ pub(crate) struct Run {
     /// Sends that found no room.
     stalled: Vec<u32>,
     externals: Externals,
+    /// Number of segments of the copy-in that operations may use.
+    copied_in: u32,
+    /// Segments of the copy-out that are final.
+    finals: FinalSegments,
     /// Whether an offloaded call may begin: see [`Run::offload`].
     may_be_offloaded: bool,
 }
@@ -203,20 +194,19 @@ impl Run {
     /// lanes are missing. This still holds when that operation has ended and its result was not checked yet.
     pub(crate) fn has_external_deadline(&self) -> bool {
         // The other lanes themselves report which ranks they wait for.
-        (self.plan.is_offloaded || self.awaits_parts_alone()) && self.externals.has_any()
+        self.externals.has(ExternalStep::Offload) || self.awaits_parts_alone() && self.externals.has(ExternalStep::Join)
     }
 
-    /// Returns whether this lane has done its part of a call, apart from operations that follow the parts of other
-    /// lanes.
+    /// Returns whether this lane has done its part of a call, apart from waiting for the parts of other lanes.
     fn awaits_parts_alone(&self) -> bool {
-        let is_external = |op: &PlanOp| matches!(op.kind, PlanOpKind::External(_));
-        self.plan.is_joined && self.ops.iter().zip(&self.plan.ops).all(|(state, op)| state.complete || is_external(op))
+        let is_join = |op: &PlanOp| matches!(op.kind, PlanOpKind::External(ExternalStep::Join));
+        self.plan.is_joined && self.ops.iter().zip(&self.plan.ops).all(|(state, op)| state.complete || is_join(op))
     }
 
     /// Returns whether the external operation of an offloaded call is in flight. During that time the call needs all
     /// ranks.
     pub(crate) fn offload_in_flight(&self) -> bool {
-        self.plan.is_offloaded && self.has_external_under_way()
+        self.externals.is_under_way(ExternalStep::Offload)
     }
 
     /// Lets an offloaded call begin, as it is its turn: it starts as soon as all ranks have reached the call. Before
@@ -247,7 +237,6 @@ impl Run {
         }
         let remaining = ops.len() - finished.len();
         let probe_at = Some(call.started() + PROBE_AFTER);
-        let externals = Externals::new(&plan.external_peers);
         let mut run = Self {
             call,
             plan,
@@ -261,7 +250,9 @@ impl Run {
             begun: false,
             work: VecDeque::new(),
             stalled: Vec::new(),
-            externals,
+            externals: Externals::default(),
+            copied_in: 0,
+            finals: FinalSegments::default(),
             may_be_offloaded: false,
         };
         for op in 0..run.ops.len() as u32 {
@@ -276,7 +267,12 @@ impl Run {
 
     /// Returns whether there is something to try: new work, or a send that waits for room.
     pub(crate) fn is_busy(&self) -> bool {
-        !self.work.is_empty() || !self.stalled.is_empty() || self.externals.has_ended() || self.externals.has_failed()
+        !self.work.is_empty()
+            || !self.stalled.is_empty()
+            || self.externals.has_ended()
+            || self.externals.has_failed()
+            || self.plan.copy_in.is_some_and(|op| self.externals.made(op) > self.copied_in)
+            || self.awaits_sample() && self.compute.has_sample_news()
     }
 
     /// Takes back the memory for encoded chunks.
@@ -305,6 +301,11 @@ impl Run {
         for op in stalled.drain(..) {
             self.queue(op);
         }
+        if let Some(op) = self.plan.copy_in {
+            self.note_copied_in(self.externals.made(op));
+        } else if self.awaits_sample() {
+            self.note_copied_in(0);
+        }
         if self.externals.has_ended() {
             self.externals.ended().into_iter().for_each(|op| self.queue(op));
         }
@@ -316,6 +317,7 @@ impl Run {
             self.ops[op as usize].queued = false;
             progressed |= self.step(op, &mut None, env);
         }
+        self.note_finals();
         progressed
     }
 
@@ -344,6 +346,13 @@ impl Run {
             }
             limit = limit.min(self.plan.ops[on as usize].reach(state.progress.done(), plan_op));
         }
+        if let Some(staging) = &self.plan.staging {
+            let reach = staging.reach(op, self.copied_in);
+            if plan_op.total == 0 && reach == 0 {
+                return None;
+            }
+            limit = limit.min(reach);
+        }
         Some(limit)
     }
 
@@ -364,7 +373,7 @@ impl Run {
                 Some(send) => progressed = self.step(send, fresh, env),
                 None => self.step_combine(op, combination, fresh),
             },
-            PlanOpKind::External(step) => self.step_external(op, *step, env),
+            PlanOpKind::External(step) => self.step_external(op, *step),
         }
         let state = &self.ops[op as usize];
         let has_moved = (state.progress.done(), state.complete) != before;
@@ -628,15 +637,16 @@ impl Run {
             return Err(Error::protocol(format!("rank {from} sent an incomplete element in message {}", header.edge)));
         }
         let part = match header.kind {
-            Kind::Begin => {
-                self.note_agreement(from);
-                Part::First { wants_grant: header.flags & WANTS_GRANT != 0 }
-            }
+            Kind::Begin => Part::First { wants_grant: header.flags & WANTS_GRANT != 0 },
             _ => Part::Next,
         };
         let limit = self.limit(op);
         match self.ops[op as usize].incoming().arrive(part, payload, limit) {
-            Ok(Arrival::Place { at }) => self.place_arrived(Fresh { op, at, payload }, from, env),
+            Ok(Arrival::Place { at }) => {
+                self.place_arrived(Fresh { op, at, payload }, from, env)?;
+                self.note_finals();
+                Ok(())
+            }
             Ok(Arrival::Kept) => {
                 self.queue(op);
                 Ok(())
@@ -738,31 +748,70 @@ impl Run {
         self.externals.set_wake(wake);
     }
 
-    fn step_external(&mut self, op: u32, step: ExternalStep, env: &mut RunContext<'_>) {
+    fn step_external(&mut self, op: u32, step: ExternalStep) {
         if !self.externals.has_begun(op) {
-            if self.limit(op).is_none() {
+            let is_due = match step {
+                ExternalStep::CopyIn => true,
+                ExternalStep::CopyOut => self.finals.count > 0,
+                ExternalStep::Offload | ExternalStep::Join => self.limit(op).is_some(),
+            };
+            if !is_due {
                 return;
-            }
-            match self.externals.agreement(op) {
-                Agreement::Reached => {}
-                Agreement::Awaited => return,
-                Agreement::Asks(ranks) => {
-                    return ranks.iter().for_each(|&rank| self.send_probe(rank, WANTS_GRANT, env));
-                }
             }
             let compute = &mut self.compute;
             if !self.externals.begin(op, step, |wake| compute.begin_external(step, wake)) {
                 return self.complete(op);
             }
+            if step == ExternalStep::CopyOut {
+                self.externals.set_ready(op, self.finals.count);
+            }
         }
         if self.externals.settle(op) {
             self.complete(op);
+            if step == ExternalStep::CopyIn {
+                self.note_copied_in(self.copies_in());
+            }
         }
     }
 
-    /// Records that a frame with this call's signature has arrived from a rank.
-    fn note_agreement(&mut self, from: Rank) {
-        self.externals.note_agreement(from).into_iter().for_each(|op| self.queue(op));
+    /// Number of segments to copy in.
+    fn copies_in(&self) -> u32 {
+        self.plan.staging.as_ref().map_or(0, |staging| staging.copy_in.len() as u32)
+    }
+
+    /// Returns whether everything was copied in, but the sample may not be used yet.
+    fn awaits_sample(&self) -> bool {
+        self.plan.staging.is_some() && self.copied_in == self.copies_in()
+    }
+
+    /// Lets operations use the first `count` segments of the copy-in.
+    fn note_copied_in(&mut self, count: u32) {
+        let plan = self.plan.clone();
+        let Some(staging) = &plan.staging else { return };
+        let before = self.copied_in;
+        self.copied_in = before.max(count);
+        if self.awaits_sample() && self.externals.wake().is_some_and(|wake| self.compute.fill_sample(wake)) {
+            self.copied_in = staging.all_in();
+        }
+        (before..self.copied_in).flat_map(|segment| staging.readers(segment)).for_each(|&op| self.queue(op));
+    }
+
+    /// Lets the worker copy out the segments that have become final.
+    fn note_finals(&mut self) {
+        let Some((op, staging)) = self.plan.copy_out.zip(self.plan.staging.as_ref()) else { return };
+        let (ops, before) = (&self.ops, self.finals.count);
+        staging.advance(&mut self.finals, |op, at| {
+            let state = &ops[op as usize];
+            state.complete || state.progress.done() >= at
+        });
+        if self.finals.count == before {
+            return;
+        }
+        if self.externals.has_begun(op) {
+            self.externals.set_ready(op, self.finals.count);
+        } else {
+            self.step_external(op, ExternalStep::CopyOut);
+        }
     }
 
     /// Takes the reason why the call cannot continue, if an external operation has failed.
@@ -777,14 +826,19 @@ impl Run {
         self.may_be_touched() || self.abandoned().is_some()
     }
 
-    /// Records that other lanes do parts of the call from now on, whether or not this lane has begun its own part. From
-    /// then on, the call's memory is not given back before those parts have ended. If tensors must be staged first, the
-    /// join begins in its turn.
-    pub(crate) fn begin_parts(&mut self) {
-        let is_join = |op: &PlanOp| matches!(op.kind, PlanOpKind::External(ExternalStep::Join)) && op.deps.is_empty();
-        let Some(op) = self.plan.ops.iter().position(is_join) else { return };
-        let compute = &mut self.compute;
-        self.externals.begin(op as u32, ExternalStep::Join, |wake| compute.begin_external(ExternalStep::Join, wake));
+    /// Begins the external operations that begin with the call, whether or not this lane has begun its own part: the
+    /// copy into host memory, and the parts that other lanes do. From then on, the call's memory is not given back
+    /// before they have ended.
+    pub(crate) fn begin_externals(&mut self) {
+        let plan = self.plan.clone();
+        for (op, plan_op) in (0..).zip(&plan.ops) {
+            if let PlanOpKind::External(step @ (ExternalStep::CopyIn | ExternalStep::Join)) = plan_op.kind {
+                self.step_external(op, step);
+            }
+        }
+        if plan.copy_in.is_none() {
+            self.note_copied_in(0);
+        }
     }
 
     /// Returns whether an external operation may access the call's memory.
@@ -795,12 +849,6 @@ impl Run {
     /// Returns why an external operation was abandoned, if one was. The memory of the call must then stay.
     pub(crate) fn abandoned(&self) -> Option<&Error> {
         self.externals.abandoned()
-    }
-
-    /// Returns whether an external operation that began has not ended.
-    #[inline]
-    pub(crate) fn has_external_under_way(&self) -> bool {
-        self.externals.are_under_way()
     }
 
     /// Describes an external operation that has not ended, for messages.
@@ -822,22 +870,19 @@ impl Run {
     pub(crate) fn probe(&mut self, env: &mut RunContext<'_>) {
         self.probe_at = None;
         for rank in self.awaited_messages() {
-            self.send_probe(rank, 0, env);
+            self.send_probe(rank, env);
         }
     }
 
-    /// Handles the signature of a rank, which equals this call's. Answers it if the rank cannot continue without an
-    /// answer.
-    pub(crate) fn on_probe(&mut self, from: Rank, header: &Header, env: &mut RunContext<'_>) {
+    /// Handles the signature of a rank, which equals this call's.
+    pub(crate) fn on_probe(&mut self) {
         self.note_peer();
-        self.note_agreement(from);
-        if header.flags & WANTS_GRANT != 0 {
-            self.send_probe(from, 0, env);
-        }
     }
 
-    fn send_probe(&self, to: Rank, flags: u8, env: &mut RunContext<'_>) {
-        send_probe((self.call.group_id, self.call.seq), &self.signature, to, flags, env);
+    fn send_probe(&self, to: Rank, env: &mut RunContext<'_>) {
+        let (group, seq) = (self.call.group_id, self.call.seq);
+        let header = Header { group, seq, edge: PROBE, ..Header::new(Kind::Begin) };
+        env.net.send_control(env.members.peer(to), header, &self.signature.to_bytes());
     }
 
     // ---- for messages

@@ -121,6 +121,12 @@ impl Outgoing {
         (bytes > 0).then_some(Fragment { is_first: false, bytes, wants_grant, credit: None })
     }
 
+    /// Returns a first fragment without bytes, which only announces a message that is not empty.
+    pub(crate) fn announcement(&self) -> Option<Fragment> {
+        let may_announce = !self.begun && self.total > 0;
+        may_announce.then_some(Fragment { is_first: true, bytes: 0, wants_grant: true, credit: None })
+    }
+
     /// Records that a fragment was sent.
     pub(crate) fn note_sent(&mut self, fragment: &Fragment) {
         if fragment.is_first {

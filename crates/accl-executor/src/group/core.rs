@@ -312,7 +312,11 @@ impl Core {
     pub fn in_flight(&self, group: u64) -> Vec<CallInFlight> {
         let state = self.groups.get(&group).map(GroupState::in_flight).unwrap_or_default();
         // Such a call no longer needs any rank.
-        let stopping = self.stopping.runs_of(group).map(|run| CallInFlight::of(run, Vec::new()));
+        let stopping = self.stopping.of_group(group).map(|(call, external)| CallInFlight {
+            call: call.clone(),
+            awaits: Vec::new(),
+            external,
+        });
         state.into_iter().chain(stopping).collect()
     }
 

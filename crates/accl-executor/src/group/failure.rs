@@ -10,6 +10,7 @@ use accl_wire::frame::{Cause, Header, Kind, OVERHEAD_BYTES};
 use super::completed::{FailedGroup, Notes, Notify};
 use super::context::Context;
 use super::state::GroupState;
+use super::stopping::Stopped;
 use crate::call::CallState;
 use crate::peers::{Net, PeerId};
 
@@ -67,17 +68,16 @@ impl GroupState {
             if is_own { error.clone() } else { call.in_context(Error::new(error.kind, brief(&error))) }
         };
         // Memory of external operations is not given back before they have stopped.
-        let under_way = self.runs.iter().filter_map(|(&seq, run)| run.cancel_externals().then_some(seq));
-        for seq in under_way.collect::<Vec<_>>() {
-            if let Some(run) = self.runs.remove(&seq) {
-                self.failure.raise();
-                self.calls_failed += 1;
-                let own = own_error(&run.call);
-                context.stopping.add(run, own, context.now);
-            }
+        let runs = std::mem::take(&mut self.runs).into_values().map(|run| Stopped::Run(run.into()));
+        let failed = runs.chain(self.p2p.take_all().into_iter().map(|message| Stopped::Message(message.into())));
+        let (stopping, over): (Vec<_>, Vec<_>) = failed.partition(Stopped::cancel_externals);
+        for stopped in stopping {
+            self.failure.raise();
+            self.calls_failed += 1;
+            let own = own_error(stopped.call());
+            context.stopping.add(stopped, own, context.now);
         }
-        let runs = std::mem::take(&mut self.runs).into_values().map(|run| run.call.clone());
-        let calls: Vec<Arc<CallState>> = runs.chain(self.p2p.take_all().into_iter().map(|m| m.call)).collect();
+        let calls: Vec<Arc<CallState>> = over.iter().map(|stopped| stopped.call().clone()).collect();
         if !calls.is_empty() {
             self.failure.raise();
         }

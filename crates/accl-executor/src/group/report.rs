@@ -49,15 +49,12 @@ impl GroupState {
     pub(super) fn overdue(&self, context: &Context<'_>) -> Option<Error> {
         let due = self.due();
         let late = |run: &&Run| due(run).is_some_and(|due| due <= context.now);
-        let mut under_way = None;
-        let (call, deadline, awaited) = match self.runs.values().find(late) {
-            Some(run) => {
-                under_way = run.external_under_way();
-                (&run.call, run.deadline, run.awaited(&self.members))
-            }
+        let (call, deadline, awaited, under_way) = match self.runs.values().find(late) {
+            Some(run) => (&run.call, run.deadline, run.awaited(&self.members), run.external_under_way()),
             None => {
                 let message = self.p2p.overdue(context.now)?;
-                (&message.call, message.deadline, message.peer.into_iter().collect())
+                let awaited = message.peer.into_iter().collect();
+                (&message.call, message.deadline, awaited, message.memory.external_due())
             }
         };
         // The error states the allowed time, and not the time that passed until the check.
@@ -84,8 +81,8 @@ impl GroupState {
     pub(super) fn in_flight(&self) -> Vec<CallInFlight> {
         let messages = self.p2p.messages().map(|message| CallInFlight {
             call: message.call.clone(),
-            awaits: message.peer.into_iter().collect(),
-            external: None,
+            awaits: message.peer.filter(|_| message.memory.external_due().is_none()).into_iter().collect(),
+            external: message.memory.external_due(),
         });
         self.runs.values().map(|run| CallInFlight::of(run, run.awaited(&self.members))).chain(messages).collect()
     }

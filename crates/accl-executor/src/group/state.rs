@@ -27,7 +27,7 @@ use super::lanes::LaneNumbers;
 use super::packets::PacketSink;
 use super::sequence::Sequence;
 use crate::call::{CallState, Waits};
-use crate::exec::{Message, OFFLOAD_GRACE, P2p, PROBE, Run, answer_probe};
+use crate::exec::{Message, OFFLOAD_GRACE, P2p, PROBE, Run};
 use crate::memory::{BufferPool, Storage};
 use crate::peers::{Members, Net, PeerId};
 use crate::plan::signature::disagreement;
@@ -310,7 +310,7 @@ impl GroupState {
                 break;
             }
             let result = if frame.header.edge == PROBE {
-                run.on_probe(frame.from, &frame.header, &mut context.of_run(&mut self.members));
+                run.on_probe();
                 Ok(())
             } else if frame.header.kind == Kind::Grant {
                 run.on_grant(frame.from, frame.header.edge, frame.header.value);
@@ -467,7 +467,7 @@ impl GroupState {
                 return Err(disagreement(seq, (self.rank, &mine), (from, &theirs)));
             }
             if header.edge == PROBE {
-                run.on_probe(from, header, &mut context.of_run(&mut self.members));
+                run.on_probe();
                 return Ok(());
             }
             if header.kind == Kind::Grant {
@@ -503,9 +503,6 @@ impl GroupState {
                     return Ok(());
                 }
                 if header.edge == PROBE && mine.is_none_or(|mine| mine == theirs) {
-                    if let Some(mine) = &mine {
-                        answer_probe(header, mine, from, &mut context.of_run(&mut self.members));
-                    }
                     return Ok(());
                 }
                 Err(disagreement(seq, (self.rank, &mine.unwrap_or(theirs)), (from, &theirs)))
@@ -581,6 +578,9 @@ impl GroupState {
         for message in self.p2p.take_done() {
             context.completed.end(&message.call, None, context.now);
             moved = true;
+        }
+        if let Some((call, error)) = self.p2p.take_failure() {
+            failure.get_or_insert_with(|| call.in_context(error));
         }
         if let Some(error) = failure {
             self.fail(error, context, Notify::Peers);

@@ -12,7 +12,7 @@ use super::context::Context;
 use super::core::Core;
 use super::fast_calls::Stopped;
 use super::state::GroupState;
-use crate::call::{CallDesc, CallInfo, CallObserver, CallState, Mode, Stopwatch};
+use crate::call::{CallDesc, CallInfo, CallObserver, CallState, Mode, Stopwatch, Wake};
 use crate::exec::{Message, PRIVATE_TAGS, PROBE_AFTER, Run};
 use crate::memory::{Buffers, Coder, Compute, MessageMemory, Sample};
 use crate::plan::Shape;
@@ -69,17 +69,27 @@ impl Caller {
         }
         buffers.offload(desc);
         buffers.join(desc);
+        Self::begin_copies(&mut buffers, desc, shape.as_deref())?;
         Ok(Prepared { shape, buffers })
     }
 
-    /// Prepares another part of a call whose first part is prepared, like [`Caller::prepare`].
+    /// Prepares another part `desc` of a call whose first part is prepared, like [`Caller::prepare`].
     ///
     /// # Errors
     /// `Exhausted` if there is no memory for the part.
-    pub fn prepare_part(&self, first: &Prepared, shape: Arc<Shape>) -> Result<Prepared> {
+    pub fn prepare_part(&self, first: &Prepared, desc: &CallDesc, shape: Arc<Shape>) -> Result<Prepared> {
         let mut buffers = first.buffers.share();
         buffers.add_scratch(shape.plan.scratch_bytes)?;
+        Self::begin_copies(&mut buffers, desc, Some(&shape))?;
         Ok(Prepared { shape: Some(shape), buffers })
+    }
+
+    /// Begins the copies of tensors that only external operations can access.
+    fn begin_copies(buffers: &mut Buffers, desc: &CallDesc, shape: Option<&Shape>) -> Result<()> {
+        match shape.and_then(|shape| shape.plan.staging.as_ref()) {
+            Some(plan) => buffers.begin_copies(desc, plan),
+            None => Ok(()),
+        }
     }
 
     /// Starts a call, and does everything that can be done at once. `sample` is the additional tensor of a measured
@@ -106,7 +116,7 @@ impl Caller {
             if let Some(error) = group.aborted(Some(desc.collective)) {
                 return Err(error);
             }
-            let Some(shape) = shape else { return self.start_message(desc, buffers, observer, group, context) };
+            let Some(shape) = shape else { return self.start_message(desc, buffers, observer, group, context, wake) };
             if shape.plan.code_bytes > 0 {
                 buffers.add_codes(group.take_codes(shape.plan.code_bytes as usize)?);
             }
@@ -136,7 +146,7 @@ impl Caller {
             let mut run = Run::new(call.clone(), &shape, compute, &[], deadline);
             if let Some(wake) = wake {
                 run.set_wake(wake);
-                run.begin_parts();
+                run.begin_externals();
             }
             group.start_collective(run, context);
             Ok(call)
@@ -204,6 +214,7 @@ impl Caller {
         observer: Arc<dyn CallObserver>,
         group: &mut GroupState,
         context: &mut Context<'_>,
+        wake: Option<Wake>,
     ) -> Result<Arc<CallState>> {
         let blocks = if desc.collective == Collective::Send { &desc.inputs } else { &desc.outputs };
         let [tensor] = blocks.pieces() else {
@@ -217,6 +228,8 @@ impl Caller {
             reserved: desc.note,
             ..Signature::default()
         };
+        let wake = || wake.map_or_else(|| Arc::new(|| ()) as Wake, |wake| group.p2p.wake(&wake));
+        let memory = MessageMemory::new(buffers, desc, tensor, context.segment, wake)?;
         let number = group.take_message_number();
         let call = self.call(desc, number, observer, group, context.now);
         let message = Message {
@@ -225,7 +238,7 @@ impl Caller {
             peer: desc.peer,
             tag: desc.tag,
             signature,
-            memory: MessageMemory::new(buffers, tensor),
+            memory,
             is_private: desc.tag >= PRIVATE_TAGS,
         };
         let to = if desc.collective == Collective::Send { desc.peer } else { None };

@@ -3,6 +3,7 @@
 //! This module packs tensors before a call and unpacks them after it. The layout decides which bytes of a piece belong
 //! to which chunk. Read [`Buffers`] first.
 
+use std::any::Any;
 use std::sync::Arc;
 
 use accl_schedule::{Buf, Extent};
@@ -10,12 +11,12 @@ use accl_types::{Collective, Elems, Error, Moment, ReduceOp, Result};
 use smallvec::SmallVec;
 
 use super::overlap::{inputs_need_copy, outputs_are_entangled, outputs_share_elements, refuse_self_overlap};
+use super::staged::{Side, StagedMemory};
 use super::storage::Storage;
 use crate::call::{
-    Blocks, CallDesc, External, ExternalCollective, ExternalCopy, ExternalHandle, ExternalWork, MemoryKind, TensorDesc,
-    Wake,
+    Blocks, CallDesc, External, ExternalCollective, ExternalHandle, ExternalWork, MemoryKind, TensorDesc, Wake,
 };
-use crate::plan::ExternalStep;
+use crate::plan::{ExternalStep, StagedCopies};
 
 type Bases = SmallVec<[*mut u8; 4]>;
 
@@ -35,7 +36,8 @@ pub(crate) struct Buffers {
     staged: Vec<(TensorDesc, *mut u8)>,
     /// Staging memory, shared with external operations, which may outlive the call.
     staging: Vec<Arc<Storage>>,
-    device_staging: Option<Box<DeviceStaging>>,
+    /// Host memory of tensors that only external operations can access.
+    staged_memory: Option<Box<StagedMemory>>,
     offload: Option<Box<Offload>>,
     /// Operation that ends when other lanes have done their parts of the call.
     joins: Option<Arc<dyn External>>,
@@ -45,13 +47,6 @@ pub(crate) struct Buffers {
 struct Offload {
     by: Arc<dyn External>,
     collective: ExternalCollective,
-}
-
-/// Copies of tensors that only external operations can access, each to or from a dense copy in host memory.
-struct DeviceStaging {
-    by: Arc<dyn External>,
-    copy_in: Vec<ExternalCopy>,
-    copy_out: Vec<ExternalCopy>,
 }
 
 // SAFETY: only one thread at a time uses the addresses, under the driver's lock. The contract of `Group::submit` keeps
@@ -70,11 +65,7 @@ impl Buffers {
         if desc.uses_tensors_as_they_are() && buffers.take_addresses(desc, rank) {
             return Ok(buffers);
         }
-        buffers.device_staging = desc
-            .staging
-            .as_ref()
-            .filter(|_| desc.is_staged())
-            .map(|by| Box::new(DeviceStaging { by: by.clone(), copy_in: Vec::new(), copy_out: Vec::new() }));
+        buffers.staged_memory = StagedMemory::new(desc)?.map(Box::new);
         let in_place = desc.inputs.is_empty();
         let premul = desc.collective.reduces() && desc.op == ReduceOp::PremulSum;
         let shared = outputs_are_entangled(&desc.outputs) && outputs_share_elements(&desc.outputs)?;
@@ -85,8 +76,11 @@ impl Buffers {
             refuse_self_overlap(tensor)?;
             // In place, the outputs hold the contribution and are packed with their contents. If two outputs share
             // memory, every rank writes the same values into both.
-            let base =
-                if tensor.is_plain() && !shared { tensor.ptr } else { buffers.stage_output(tensor, in_place)? };
+            let base = match buffers.place_staged(tensor) {
+                Some(base) => base,
+                None if tensor.is_plain() && !shared => tensor.ptr,
+                None => buffers.stage_output(tensor, in_place)?,
+            };
             buffers.outputs.push(base);
         }
         if in_place {
@@ -95,6 +89,10 @@ impl Buffers {
         }
         let overlap = inputs_need_copy(desc, rank);
         for tensor in desc.inputs.pieces() {
+            if let Some(base) = buffers.place_staged(tensor) {
+                buffers.inputs.push(base);
+                continue;
+            }
             let base =
                 if tensor.is_plain() && !overlap && !premul { tensor.ptr } else { buffers.stage_input(tensor)? };
             if premul {
@@ -138,7 +136,12 @@ impl Buffers {
             Collective::AllReduce | Collective::Reduce if premul => {
                 // The factor is not applied to the tensor itself: the call may still be refused, and a reduce only
                 // reads the tensor on non-root ranks.
-                for tensor in desc.outputs.pieces() {
+                for (index, tensor) in desc.outputs.pieces().iter().enumerate() {
+                    if tensor.memory() != MemoryKind::Host {
+                        // The copy in host memory is scaled when it has arrived.
+                        self.inputs.push(self.outputs[index]);
+                        continue;
+                    }
                     let base = self.stage_input(tensor)?;
                     // SAFETY: `base` is new staging memory of `count_elems` elements; source and destination may be the
                     // same.
@@ -162,11 +165,6 @@ impl Buffers {
 
     fn stage_input(&mut self, tensor: &TensorDesc) -> Result<*mut u8> {
         let base = self.storage(tensor)?;
-        if let Some(device_staging) = self.device_staging.as_deref_mut().filter(|_| tensor.memory() != MemoryKind::Host)
-        {
-            device_staging.copy_in.push(ExternalCopy { from: tensor.clone(), to: dense_like(tensor, base) });
-            return Ok(base);
-        }
         // SAFETY: `base` has room for the tensor's elements, and the contract of `Group::submit` makes the tensor
         // readable.
         unsafe { accl_kernels::pack(base, &tensor.view(&mut [0; 2])) };
@@ -175,12 +173,7 @@ impl Buffers {
 
     fn stage_output(&mut self, tensor: &TensorDesc, with_contents: bool) -> Result<*mut u8> {
         let base = if with_contents { self.stage_input(tensor)? } else { self.storage(tensor)? };
-        match self.device_staging.as_deref_mut().filter(|_| tensor.memory() != MemoryKind::Host) {
-            Some(device_staging) => {
-                device_staging.copy_out.push(ExternalCopy { from: dense_like(tensor, base), to: tensor.clone() });
-            }
-            None => self.staged.push((tensor.clone(), base)),
-        }
+        self.staged.push((tensor.clone(), base));
         Ok(base)
     }
 
@@ -194,25 +187,63 @@ impl Buffers {
     /// Drops the staged outputs of a rank that only contributes, so that nothing is written back.
     pub(crate) fn discard_outputs(&mut self) {
         self.staged.clear();
-        if let Some(device_staging) = &mut self.device_staging {
-            device_staging.copy_out.clear();
-        }
+    }
+
+    /// Returns the host memory of a tensor that only external operations can access; `None` for any other tensor.
+    fn place_staged(&mut self, tensor: &TensorDesc) -> Option<*mut u8> {
+        let staged_memory = self.staged_memory.as_deref_mut().filter(|_| tensor.memory() != MemoryKind::Host)?;
+        Some(staged_memory.place(tensor))
+    }
+
+    /// Returns whether tensors of the call are copied in before it uses them.
+    pub(crate) fn are_staged(&self) -> bool {
+        self.staged_memory.is_some()
+    }
+
+    /// Begins to copy in what a plan needs of tensors that only external operations can access.
+    ///
+    /// # Errors
+    /// The errors of [`crate::call::Staging::copy_in`].
+    pub(crate) fn begin_copies(&mut self, desc: &CallDesc, plan: &StagedCopies) -> Result<()> {
+        let Some(mut staged_memory) = self.staged_memory.take() else { return Ok(()) };
+        let host = |side, piece: u32| match side {
+            Side::Inputs => self.input(piece as usize),
+            Side::Outputs => self.output(piece as usize),
+        };
+        staged_memory.begin(desc, plan, host)?;
+        self.staged_memory = Some(staged_memory);
+        Ok(())
+    }
+
+    /// Begins to copy in the tensor of a message, if only external operations can access it. Returns the bytes of a slot
+    /// of its ring; `None` for any other message.
+    ///
+    /// # Errors
+    /// The errors of [`crate::call::Staging::copy_in`].
+    pub(super) fn begin_message(&mut self, desc: &CallDesc) -> Result<Option<u64>> {
+        self.staged_memory.as_deref_mut().map(|staged_memory| staged_memory.begin_message(desc)).transpose()
     }
 
     /// Begins an external operation of the plan. Returns `None` if this call has no work for it.
     pub(crate) fn begin_external(&mut self, step: ExternalStep, wake: &Wake) -> Option<ExternalHandle> {
-        let keeps = Arc::new(self.staging.clone());
-        if step == ExternalStep::Join {
-            let by = self.joins.take()?;
-            return Some(ExternalHandle::begin(&by, ExternalWork::Parts, keeps, wake.clone()));
-        }
-        if step == ExternalStep::Offload {
-            let Offload { by, collective } = *self.offload.take()?;
-            return Some(ExternalHandle::begin(&by, ExternalWork::Collective(collective.into()), keeps, wake.clone()));
-        }
-        let DeviceStaging { by, copy_in, copy_out } = self.device_staging.as_deref_mut()?;
-        let copies = std::mem::take(if step == ExternalStep::CopyIn { copy_in } else { copy_out });
-        (!copies.is_empty()).then(|| ExternalHandle::begin(by, ExternalWork::Copies(copies), keeps, wake.clone()))
+        let staged = self.staged_memory.as_deref().map(StagedMemory::keeps);
+        let keeps: Arc<dyn Any + Send + Sync> = Arc::new((self.staging.clone(), staged));
+        let (by, work) = match step {
+            ExternalStep::Join => (self.joins.take()?, ExternalWork::Parts),
+            ExternalStep::Offload => {
+                let Offload { by, collective } = *self.offload.take()?;
+                (by, ExternalWork::Collective(collective.into()))
+            }
+            ExternalStep::CopyIn => {
+                let (by, copies) = self.staged_memory.as_deref_mut()?.take_copy_in()?;
+                (by, ExternalWork::CopyIn(copies))
+            }
+            ExternalStep::CopyOut => {
+                let (by, copies) = self.staged_memory.as_deref_mut()?.take_copy_out()?;
+                (by, ExternalWork::CopyOut(copies))
+            }
+        };
+        Some(ExternalHandle::begin(&by, work, keeps, wake.clone()))
     }
 
     /// Prepares the offload of the collective, with the memory that was prepared for the call.
@@ -257,6 +288,7 @@ impl Buffers {
             inputs: self.inputs.clone(),
             outputs: self.outputs.clone(),
             staging: self.staging.clone(),
+            staged_memory: self.staged_memory.as_deref().map(|memory| Box::new(memory.share())),
             ..Self::default()
         }
     }

@@ -13,7 +13,7 @@ use accl_types::{Dtype, Moment, Rank, ReduceOp};
 use super::buffers::Buffers;
 use super::error_probe::{ErrorProbe, Sample};
 use super::tile::TileHead;
-use crate::call::{CallDesc, Codecs, Encoding, Probe, Residuals, TILE_HEADER_BYTES};
+use crate::call::{CallDesc, Codecs, Encoding, Probe, Residuals, TILE_HEADER_BYTES, Wake};
 use crate::plan::{Coded, Combination, Operand, Region};
 
 /// Settings and work memory with which one call encodes and decodes.
@@ -70,6 +70,16 @@ impl Coder {
     pub(crate) fn probed(self, probe: &Probe, sample: Option<Sample>, is_first: bool, buffers: &Buffers) -> Self {
         let probe = ErrorProbe::begin(probe, sample, is_first, self.codecs.given(), buffers);
         Self { probe: Some(probe), ..self }
+    }
+
+    /// Fills the sample of a measured call: see [`ErrorProbe::fill_sample`].
+    pub(crate) fn fill_sample(&mut self, buffers: &Buffers, wake: &Wake) -> bool {
+        self.probe.as_mut().is_none_or(|probe| probe.fill_sample(buffers, wake))
+    }
+
+    /// Returns whether [`Coder::fill_sample`] has to be called again.
+    pub(crate) fn has_news(&self) -> bool {
+        self.probe.as_ref().is_some_and(ErrorProbe::has_news)
     }
 
     /// Reports the measurements when the call is done.

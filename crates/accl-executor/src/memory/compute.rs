@@ -110,6 +110,18 @@ impl Compute {
         self.buffers.begin_external(step, wake)
     }
 
+    /// Fills the sample of a measured call whose tensors have been copied in. Returns whether this part of the call may
+    /// use it; otherwise `wake` is called when [`Compute::fill_sample`] has to be called again.
+    pub(crate) fn fill_sample(&mut self, wake: &Wake) -> bool {
+        let buffers = &self.buffers;
+        self.coder.as_mut().is_none_or(|coder| coder.fill_sample(buffers, wake))
+    }
+
+    /// Returns whether [`Compute::fill_sample`] has to be called again.
+    pub(crate) fn has_sample_news(&self) -> bool {
+        self.coder.as_ref().is_some_and(|coder| coder.has_news())
+    }
+
     /// Returns the memory of the call, to be changed before the call begins.
     pub(crate) fn buffers_mut(&mut self) -> &mut Buffers {
         &mut self.buffers

@@ -20,7 +20,7 @@ use accl_types::{Collective, Dtype, Elems, Result};
 use super::buffers::Buffers;
 use super::storage::Storage;
 use crate::call::{
-    Blocks, CallDesc, Encoded, Encoding, Figures, Gather, Keeps, Measured, Probe, Statistics, TensorDesc,
+    Blocks, CallDesc, Encoded, Encoding, Figures, Gather, Keeps, Measured, Probe, Statistics, TensorDesc, Wake,
 };
 
 /// Maximum elements of a run.
@@ -156,7 +156,9 @@ pub(crate) struct ErrorProbe {
     gathered: Option<(Arc<dyn Gather>, bool)>,
     sample: Option<Sample>,
     /// Memory of the additional tensor, kept alive as long as this part may access it.
-    _rooms: Option<Arc<dyn Keeps>>,
+    rooms: Option<Arc<dyn Keeps>>,
+    /// Whether this part has recorded that its bytes were copied in.
+    is_copied_in: bool,
     figures: Figures,
 }
 
@@ -170,13 +172,40 @@ impl ErrorProbe {
         tensors: usize,
         buffers: &Buffers,
     ) -> Self {
-        if let Some(sample) = &sample {
+        if let Some(sample) = sample.as_ref().filter(|_| !buffers.are_staged()) {
             sample.take(buffers);
         }
         let rows = vec![Measured { calls: u64::from(is_first), ..Measured::default() }; tensors];
         let gathered = probe.gathered.clone().map(|gathered| (gathered, is_first));
         let figures = Figures { rows, squares: vec![[0.0; 2]; tensors] };
-        Self { stats: probe.stats.clone(), gathered, sample, _rooms: probe.rooms.clone(), figures }
+        Self { stats: probe.stats.clone(), gathered, sample, rooms: probe.rooms.clone(), is_copied_in: false, figures }
+    }
+
+    /// Fills the sample of a call once its tensors have been copied in. Of a call in parts, the first part does this when
+    /// all parts have their bytes. Returns whether this part may use the sample. Otherwise `wake` is called later.
+    pub(crate) fn fill_sample(&mut self, buffers: &Buffers, wake: &Wake) -> bool {
+        let Some(sample) = self.rooms.as_ref().map(|_| &self.sample) else { return true };
+        let take = || sample.iter().for_each(|sample| sample.take(buffers));
+        let Some((gathered, is_first)) = &self.gathered else {
+            take();
+            return true;
+        };
+        if !std::mem::replace(&mut self.is_copied_in, true) {
+            gathered.note_copied_in(wake);
+        }
+        if *is_first && !gathered.is_filled() && gathered.are_copied_in() {
+            take();
+            gathered.note_filled();
+        }
+        gathered.is_filled()
+    }
+
+    /// Returns whether [`ErrorProbe::fill_sample`] has to be called again.
+    pub(crate) fn has_news(&self) -> bool {
+        let news = |(gathered, is_first): &(Arc<dyn Gather>, bool)| {
+            gathered.is_filled() || *is_first && gathered.are_copied_in()
+        };
+        self.gathered.as_ref().is_some_and(news)
     }
 
     /// Returns the figures of a tensor; `None` for the additional tensor.

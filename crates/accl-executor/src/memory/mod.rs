@@ -7,6 +7,7 @@ mod compute;
 mod error_probe;
 mod message;
 mod overlap;
+mod staged;
 mod storage;
 mod tile;
 

@@ -1,18 +1,31 @@
-//! Memory that the executor allocates: aligned, counted, and kept for reuse.
+//! Memory that the executor allocates or borrows: aligned, counted, and kept for reuse.
 //!
 //! This module allocates staging, scratch and encoded chunks. Read [`Storage`] first.
 
 use accl_types::{Error, Result};
 
+use crate::call::LentMemory;
+
 /// Memory with the alignment of a cache line.
-#[derive(Default)]
-pub(crate) struct Storage {
-    words: Vec<Line>,
+pub(crate) struct Storage(Memory);
+
+enum Memory {
+    Owned(Vec<Line>),
+    Lent(LentMemory),
 }
+
+// SAFETY: a shared reference gives access to nothing but the length.
+unsafe impl Sync for Storage {}
 
 #[derive(Clone, Copy)]
 #[repr(C, align(64))]
 struct Line([u8; 64]);
+
+impl Default for Storage {
+    fn default() -> Self {
+        Self(Memory::Owned(Vec::new()))
+    }
+}
 
 impl Storage {
     pub(crate) fn new(len_bytes: usize) -> Result<Self> {
@@ -23,15 +36,25 @@ impl Storage {
             .map_err(|_| Error::exhausted(format!("no memory for a staging buffer of {len_bytes} bytes")))?;
         // Zeroed, so that gaps between pieces never expose data of other owners.
         words.resize(lines, Line([0; 64]));
-        Ok(Self { words })
+        Ok(Self(Memory::Owned(words)))
+    }
+
+    pub(crate) fn lent(memory: LentMemory) -> Self {
+        Self(Memory::Lent(memory))
     }
 
     pub(crate) fn ptr(&mut self) -> *mut u8 {
-        self.words.as_mut_ptr().cast()
+        match &mut self.0 {
+            Memory::Owned(words) => words.as_mut_ptr().cast(),
+            Memory::Lent(memory) => memory.bytes.ptr,
+        }
     }
 
     pub(crate) fn len_bytes(&self) -> usize {
-        self.words.len() * 64
+        match &self.0 {
+            Memory::Owned(words) => words.len() * 64,
+            Memory::Lent(memory) => memory.bytes.len_bytes() as usize,
+        }
     }
 
     /// Makes room for `len_bytes` bytes. The contents are lost if the memory grows.

@@ -4,12 +4,14 @@
 //! [`Plan`] first.
 
 use accl_schedule::{Algorithm, Buf, CallShape, Coding, Layout, OpKind, Program, Span};
-use accl_types::Rank;
+use accl_types::{Bytes, Rank};
 use smallvec::SmallVec;
 
 use super::encoded::{Coded, Combination, Operand};
+use super::key::PlanKey;
 use super::op::{ExternalStep, PlanOp, PlanOpKind};
 use super::region::Region;
+use super::staging::StagedCopies;
 
 /// A plan may take the fast path if it has up to `FAST_PATH_OPS` operations, each of at most `FAST_PATH_BYTES` bytes.
 const FAST_PATH_OPS: usize = 64;
@@ -33,11 +35,6 @@ impl EdgeIndex {
         edges.sort_unstable();
         let first = (0..=world).map(|peer| edges.partition_point(|&(p, _, _)| p < peer) as u32).collect();
         Self { first, ops: edges.into_iter().map(|(_, _, op)| op).collect() }
-    }
-
-    /// Accounts for one operation inserted before all others.
-    fn shift(&mut self) {
-        self.ops.iter_mut().for_each(|op| *op += 1);
     }
 
     fn find(&self, peer: Rank, edge: u32) -> Option<u32> {
@@ -67,9 +64,11 @@ pub struct Plan {
     pub(crate) has_receives: bool,
     /// The ranks that this rank sends to or receives from.
     pub(crate) peers: SmallVec<[Rank; 4]>,
-    /// In a plan with external operations: the ranks whose signatures must be known to agree before one of these
-    /// begins.
-    pub(crate) external_peers: SmallVec<[Rank; 4]>,
+    /// In a plan for tensors that only external operations can access: the copies.
+    pub(crate) staging: Option<StagedCopies>,
+    /// Operations that copy these tensors in and out, where there is something to copy.
+    pub(crate) copy_in: Option<u32>,
+    pub(crate) copy_out: Option<u32>,
     /// Whether the whole collective is an external operation.
     pub(crate) is_offloaded: bool,
     /// Whether other lanes do parts of the call, for which an external operation waits.
@@ -79,62 +78,40 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// Returns this plan with an external operation before all others and one after all others. They copy in and out
-    /// the tensors that the executor cannot access.
-    pub(super) fn staged(mut self) -> Self {
-        let external = |step, deps| PlanOp {
+    /// Returns this plan for tensors that only external operations can access. Two more operations copy them in and
+    /// out, and the others stream behind them.
+    pub(super) fn staged(mut self, key: &PlanKey, rank: Rank, least_copy: Bytes) -> Self {
+        let staging = StagedCopies::new(&self.ops, key, rank, least_copy);
+        self.copy_in = (!staging.copy_in.is_empty()).then(|| self.add_external(ExternalStep::CopyIn));
+        self.copy_out = (!staging.copy_out.is_empty()).then(|| self.add_external(ExternalStep::CopyOut));
+        self.staging = Some(staging);
+        self.fast_path = None;
+        self
+    }
+
+    /// Adds an external operation without dependencies. Returns its index.
+    fn add_external(&mut self, step: ExternalStep) -> u32 {
+        self.ops.push(PlanOp {
             kind: PlanOpKind::External(step),
             total: 0,
             coded: None,
             partner: None,
             edge: 0,
-            deps,
+            deps: SmallVec::new(),
             dependents: SmallVec::new(),
-        };
-        // Operations without a dependency now depend on the first one, so all others follow it. The last operation
-        // depends on every operation without dependents.
-        let mut first = external(ExternalStep::CopyIn, SmallVec::new());
-        let last_index = self.ops.len() as u32 + 1;
-        let mut last = external(ExternalStep::CopyOut, SmallVec::new());
-        for (index, op) in (1..).zip(&mut self.ops) {
-            op.deps.iter_mut().for_each(|(on, _)| *on += 1);
-            op.dependents.iter_mut().for_each(|dependent| *dependent += 1);
-            op.partner.iter_mut().for_each(|partner| *partner += 1);
-            if op.deps.is_empty() {
-                op.deps.push((0, false));
-                first.dependents.push(index);
-            }
-            if op.dependents.is_empty() {
-                op.dependents.push(last_index);
-                last.deps.push((index, false));
-            }
-        }
-        if self.ops.is_empty() {
-            first.dependents.push(last_index);
-            last.deps.push((0, false));
-        }
-        self.ops.insert(0, first);
-        self.ops.push(last);
-        self.receives.shift();
-        self.sends.shift();
-        self.external_peers = self.peers.clone();
-        self.fast_path = None;
-        self
+        });
+        self.ops.len() as u32 - 1
     }
 
     /// Turns the plan of a barrier into the plan of an offloaded collective. One external operation follows the
     /// barrier: by then, all ranks are known to have issued the same call.
     pub(super) fn offloaded(mut self) -> Self {
-        let index = self.ops.len() as u32;
-        let mut deps = SmallVec::new();
-        for (before, op) in (0..).zip(&mut self.ops) {
-            if op.dependents.is_empty() {
-                op.dependents.push(index);
-                deps.push((before, false));
-            }
+        let last = self.add_external(ExternalStep::Offload);
+        let (before, offload) = self.ops.split_at_mut(last as usize);
+        for (index, op) in (0..).zip(before).filter(|(_, op)| op.dependents.is_empty()) {
+            op.dependents.push(last);
+            offload[0].deps.push((index, false));
         }
-        let (kind, dependents) = (PlanOpKind::External(ExternalStep::Offload), SmallVec::new());
-        self.ops.push(PlanOp { kind, total: 0, coded: None, partner: None, edge: 0, deps, dependents });
         self.is_offloaded = true;
         (self.name, self.id) = (OFFLOADED, OFFLOADED_ID);
         self.fast_path = None;
@@ -144,16 +121,7 @@ impl Plan {
     /// Returns this plan with an external operation parallel to all others. It ends when the parts of the call on other
     /// lanes complete.
     pub(super) fn joined(mut self) -> Self {
-        let kind = PlanOpKind::External(ExternalStep::Join);
-        self.ops.push(PlanOp {
-            kind,
-            total: 0,
-            coded: None,
-            partner: None,
-            edge: 0,
-            deps: SmallVec::new(),
-            dependents: SmallVec::new(),
-        });
+        self.add_external(ExternalStep::Join);
         self.fast_path = None;
         self.is_joined = true;
         self
@@ -246,9 +214,10 @@ impl Plan {
         peers.dedup();
         let longest = ops.iter().map(|op| op.total).max().unwrap_or(0);
         let is_short = ops.len() <= FAST_PATH_OPS && longest <= FAST_PATH_BYTES && shape.coding.is_none();
-        let external_peers = SmallVec::new();
         Self {
-            external_peers,
+            staging: None,
+            copy_in: None,
+            copy_out: None,
             is_offloaded: false,
             is_joined: false,
             name: algorithm.name,
@@ -344,11 +313,12 @@ fn fast_path_order(ops: &[PlanOp]) -> Box<[u32]> {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use accl_kernels::codec;
     use accl_schedule::{ALGORITHMS, Part, Request, Role, Topology};
     use accl_types::{Collective, Dtype, Elems};
 
+    use super::super::key::StagedPieces;
     use super::*;
     use crate::call::{Codecs, TensorCodecs, TypedCodecs};
 
@@ -362,39 +332,75 @@ mod tests {
         topology: &Topology,
         counts: &[u64],
         part: Part,
-        coding: Option<&dyn Coding>,
+        coding: Option<&TypedCodecs>,
     ) -> Vec<Plan> {
         let world = topology.world();
-        let plan = |rank| {
-            let root = Rank(0);
-            let request = Request { collective: algorithm.collective, world, rank: Rank(rank), root, topology };
-            let plain = (algorithm.build)(&request).lower(&request);
-            let program = if coding.is_some() { plain.encoded(algorithm, &request) } else { plain };
-            let block = |of: u32| vec![Elems(counts[of as usize % counts.len()])];
-            let (own, each, none) = (vec![block(rank)], (0..world).map(block).collect::<Vec<_>>(), Vec::new());
-            let all = vec![block(0)];
-            let (input, output) = match algorithm.collective {
-                Collective::AllReduce | Collective::Reduce => (all.clone(), all),
-                Collective::Broadcast => (none, all),
-                Collective::AllGather => (own, each),
-                Collective::ReduceScatter => (each, own),
-                Collective::Gather => (own, if Rank(rank) == root { each } else { none }),
-                Collective::Scatter => (if Rank(rank) == root { each } else { none }, own),
-                // A message between two ranks has the same size on both sides.
-                Collective::AllToAll => {
-                    let towards = |from: u32, to: u32| block(from * 3 + to);
-                    let sent = (0..world).map(|to| towards(rank, to)).collect();
-                    (sent, (0..world).map(|from| towards(from, rank)).collect())
-                }
-                Collective::Barrier | Collective::Send | Collective::Recv => (none.clone(), none),
-            };
-            let shape = CallShape { elem_bytes: 4, in_blocks: &input, out_blocks: &output, coding, part };
-            Plan::new(algorithm, &program, &shape, world)
-        };
-        (0..world).map(plan).collect()
+        (0..world)
+            .map(|rank| plan_of(algorithm, topology, &key_of(algorithm, world, rank, counts, part, coding), rank))
+            .collect()
     }
 
-    const HOSTS: [&[u32]; 5] = [&[0], &[0, 0], &[0, 0, 1], &[0; 5], &[0, 0, 1, 1]];
+    /// Returns the plan of a rank for one algorithm.
+    pub(in crate::plan) fn plan_of(
+        algorithm: &'static Algorithm,
+        topology: &Topology,
+        key: &PlanKey,
+        rank: u32,
+    ) -> Plan {
+        let world = topology.world();
+        let request = Request { collective: algorithm.collective, world, rank: Rank(rank), root: key.root, topology };
+        let plain = (algorithm.build)(&request).lower(&request);
+        let coding = key.codecs.as_ref().map(|codecs| codecs as &dyn Coding);
+        let program = if coding.is_some() { plain.encoded(algorithm, &request) } else { plain };
+        let (in_blocks, out_blocks) = (&key.inputs, &key.outputs);
+        let shape = CallShape { elem_bytes: key.elem_bytes, in_blocks, out_blocks, coding, part: key.part };
+        Plan::new(algorithm, &program, &shape, world)
+    }
+
+    /// Returns the key of a rank's calls with the root 0. Block r has `counts[r % counts.len()]` elements of 4 bytes.
+    pub(in crate::plan) fn key_of(
+        algorithm: &Algorithm,
+        world: u32,
+        rank: u32,
+        counts: &[u64],
+        part: Part,
+        coding: Option<&TypedCodecs>,
+    ) -> PlanKey {
+        let root = Rank(0);
+        let block = |of: u32| vec![Elems(counts[of as usize % counts.len()])];
+        let (own, each, none) = (vec![block(rank)], (0..world).map(block).collect::<Vec<_>>(), Vec::new());
+        let all = vec![block(0)];
+        let (inputs, outputs) = match algorithm.collective {
+            Collective::AllReduce | Collective::Reduce => (all.clone(), all),
+            Collective::Broadcast => (none, all),
+            Collective::AllGather => (own, each),
+            Collective::ReduceScatter => (each, own),
+            Collective::Gather => (own, if Rank(rank) == root { each } else { none }),
+            Collective::Scatter => (if Rank(rank) == root { each } else { none }, own),
+            // A message between two ranks has the same size on both sides.
+            Collective::AllToAll => {
+                let towards = |from: u32, to: u32| block(from * 3 + to);
+                let sent = (0..world).map(|to| towards(rank, to)).collect();
+                (sent, (0..world).map(|from| towards(from, rank)).collect())
+            }
+            Collective::Barrier | Collective::Send | Collective::Recv => (none.clone(), none),
+        };
+        PlanKey {
+            collective: algorithm.collective,
+            root,
+            elem_bytes: 4,
+            equal_blocks: false,
+            inputs,
+            outputs,
+            codecs: coding.cloned(),
+            rounds: false,
+            staged: StagedPieces::default(),
+            is_offloaded: false,
+            part,
+        }
+    }
+
+    pub(in crate::plan) const HOSTS: [&[u32]; 5] = [&[0], &[0, 0], &[0, 0, 1], &[0; 5], &[0, 0, 1, 1]];
 
     #[test]
     fn ranks_agree_on_the_size_of_each_message_of_each_part_of_a_call() {
@@ -492,47 +498,6 @@ mod tests {
                     assert!(frames.len() as u64 <= 2 * fewest, "{codec}: {} of {segment}, {fewest}", frames.len());
                     let short = frames.iter().rev().skip(1).filter(|&&bytes| bytes < segment / 4).count();
                     assert_eq!(short, 0, "{inner} and {codec} in segments of {segment}: {frames:?}");
-                }
-            }
-        }
-    }
-
-    #[test]
-    fn everything_in_a_staged_plan_is_between_the_copy_in_and_the_copy_out() {
-        for topology in HOSTS.map(|hosts| Topology::new(hosts.to_vec())) {
-            let sums = [Collective::AllReduce, Collective::Reduce, Collective::Barrier];
-            let fits = |row: &&Algorithm| sums.contains(&row.collective) && (row.applies)(topology.world(), &topology);
-            for (algorithm, count) in ALGORITHMS.iter().filter(fits).flat_map(|row| [(row, 0), (row, 1), (row, 1000)]) {
-                for plain in plans(algorithm, &topology, &[count], Part::WHOLE) {
-                    let (ops, peers) = (plain.ops.len(), plain.peers.clone());
-                    let staged = plain.staged();
-                    let name = algorithm.name;
-                    assert_eq!((staged.ops.len(), &staged.external_peers), (ops + 2, &peers), "{name}");
-                    assert!(staged.fast_path.is_none());
-                    // Which operations precede each operation, directly or not.
-                    let mut before: Vec<Vec<bool>> = Vec::new();
-                    for op in &staged.ops {
-                        let mut mine = vec![false; ops + 2];
-                        for &(on, _) in &op.deps {
-                            mine[on as usize] = true;
-                            (0..ops + 2).for_each(|index| mine[index] |= before[on as usize][index]);
-                            let dependents = &staged.ops[on as usize].dependents;
-                            assert!(dependents.contains(&(before.len() as u32)), "{name}: it is not queued");
-                        }
-                        before.push(mine);
-                    }
-                    assert!(before[1..].iter().all(|before| before[0]), "{name}: it may begin before the copy-in");
-                    assert!(
-                        before[ops + 1][..=ops].iter().all(|&before| before),
-                        "{name}: it may end after the copy-out"
-                    );
-                    let is_receive = |op: u32| {
-                        matches!(staged.ops[op as usize].kind, PlanOpKind::Recv { .. } | PlanOpKind::RecvReduce { .. })
-                    };
-                    assert!(
-                        staged.receives.ops.iter().all(|&op| is_receive(op)),
-                        "{name}: messages find other operations"
-                    );
                 }
             }
         }

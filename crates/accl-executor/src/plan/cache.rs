@@ -5,11 +5,12 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use accl_schedule::{ALGORITHMS, Algorithm, CallShape, Chooser, Coding, Part, Request, Role};
-use accl_types::{Bytes, Collective, Elems, Error, Rank, Result};
+use accl_schedule::{ALGORITHMS, Algorithm, CallShape, Chooser, Coding, Part, Request};
+use accl_types::{Bytes, Collective, Error, Rank, Result};
 
 use super::build::Plan;
-use crate::call::TypedCodecs;
+use super::key::PlanKey;
+use super::staging::LEAST_COPY;
 
 /// Maximum plans kept per group and per part of calls. When it is reached, the cache is emptied: a program that never
 /// repeats a shape gains nothing from a cache.
@@ -19,58 +20,24 @@ const MAX_PLANS: usize = 256;
 /// other.
 const MEETING: &str = "dissemination";
 
-/// Everything on which a plan depends. Equal keys give equal plans.
-#[derive(Clone, PartialEq, Eq, Hash)]
-pub struct PlanKey {
-    /// Collective of the call.
-    pub collective: Collective,
-    pub(crate) root: Rank,
-    pub(crate) elem_bytes: u64,
-    pub(crate) equal_blocks: bool,
-    pub(crate) inputs: Vec<Vec<Elems>>,
-    pub(crate) outputs: Vec<Vec<Elems>>,
-    /// Codecs of an encoded call; `None` if the call is not encoded.
-    pub codecs: Option<TypedCodecs>,
-    /// Whether each reduction rounds, because its dtype is narrower than the arithmetic.
-    pub(crate) rounds: bool,
-    /// Whether external operations stage the tensors.
-    pub(crate) is_staged: bool,
-    /// Whether the whole collective is an external operation.
-    pub(crate) is_offloaded: bool,
-    /// Part of the call that the plan covers.
-    pub(crate) part: Part,
-}
-
-impl PlanKey {
-    /// Returns the bytes by which the algorithm is chosen, equal on all ranks: the whole buffer of one rank.
-    pub fn size_bytes(&self, world: u32) -> u64 {
-        let bytes = |(position, elems): (u32, &Elems)| match &self.codecs {
-            Some(codecs) => codecs.piece_bytes(Role::Result, position, elems.0),
-            None => elems.0 * self.elem_bytes,
-        };
-        let total = |blocks: &Vec<Vec<Elems>>| blocks.iter().flat_map(|block| (0..).zip(block)).map(bytes).sum::<u64>();
-        match self.collective {
-            Collective::AllReduce | Collective::Broadcast | Collective::Reduce => total(&self.outputs),
-            Collective::ReduceScatter => total(&self.inputs),
-            Collective::AllGather => total(&self.outputs),
-            Collective::Gather => total(&self.inputs) * u64::from(world),
-            Collective::Scatter => total(&self.outputs) * u64::from(world),
-            // With splits, the sizes differ from rank to rank, and no rank knows them all.
-            Collective::AllToAll | Collective::Barrier | Collective::Send | Collective::Recv => 0,
-        }
-    }
-}
-
 /// Creates the plans of one group.
 pub struct Planner {
     chooser: Chooser,
     rank: Rank,
+    least_copy: Bytes,
 }
 
 impl Planner {
     /// Creates the planner of rank `rank` in a group whose algorithms `chooser` chooses.
     pub fn new(chooser: Chooser, rank: Rank) -> Self {
-        Self { chooser, rank }
+        Self { chooser, rank, least_copy: LEAST_COPY }
+    }
+
+    /// Returns this planner with another minimum size for the copies of staged tensors. For tests, whose tensors are
+    /// small.
+    #[must_use]
+    pub fn with_least_copy(self, least_copy: Bytes) -> Self {
+        Self { least_copy, ..self }
     }
 
     /// Returns the rank of this process.
@@ -96,7 +63,7 @@ impl Planner {
         let topology = self.chooser.topology();
         let world = topology.world();
         if key.is_offloaded {
-            return self.offloaded(key).map(Arc::new);
+            return self.offloaded(key).map(|plan| Arc::new(self.staged(plan, key)));
         }
         let encoded = key.codecs.is_some();
         let bytes = key.size_bytes(world);
@@ -120,11 +87,15 @@ impl Planner {
         let plan = Plan::new(algorithm, &program, &shape, world);
         // The caller waits for the first part, so the first part waits for the others.
         let plan = if key.part.of > 1 && key.part.index == 0 { plan.joined() } else { plan };
-        Ok(Arc::new(if key.is_staged { plan.staged() } else { plan }))
+        Ok(Arc::new(self.staged(plan, key)))
     }
 }
 
 impl Planner {
+    fn staged(&self, plan: Plan, key: &PlanKey) -> Plan {
+        if key.staged.is_empty() { plan } else { plan.staged(key, self.rank, self.least_copy) }
+    }
+
     /// Creates the plan of an offloaded collective: a barrier of all ranks, then the external operation.
     fn offloaded(&self, key: &PlanKey) -> Result<Plan> {
         let topology = self.chooser.topology();

@@ -3,10 +3,12 @@
 mod build;
 mod cache;
 mod encoded;
+mod key;
 mod op;
 mod region;
 pub(crate) mod shape;
 pub(crate) mod signature;
+mod staging;
 
 pub(crate) use build::Plan;
 pub use cache::Planner;
@@ -18,3 +20,4 @@ pub use shape::AllShapes;
 pub use shape::Draft;
 pub use shape::Shape;
 pub(crate) use shape::Shapes;
+pub(crate) use staging::{FinalSegments, Segment, StagedCopies};

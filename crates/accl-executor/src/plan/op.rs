@@ -3,7 +3,7 @@
 //! Read [`PlanOp`] first.
 
 use accl_schedule::{Finish, Order};
-use accl_types::Rank;
+use accl_types::{Error, Rank};
 use smallvec::SmallVec;
 
 use super::encoded::{Coded, Combination};
@@ -52,6 +52,31 @@ pub(crate) enum ExternalStep {
     Offload,
     /// Waits for the parts of the call that other lanes do.
     Join,
+}
+
+impl ExternalStep {
+    /// Returns the error of a copy by `worker` that has failed. The worker of a whole call reports a complete error.
+    pub(crate) fn failure(self, worker: &str, why: Error) -> Error {
+        match self {
+            ExternalStep::Offload | ExternalStep::Join => why,
+            ExternalStep::CopyIn | ExternalStep::CopyOut => {
+                let Error { kind, message, context } = why;
+                let text =
+                    format!("{self} by `{worker}` failed: {message}; check the output of `{worker}` on this rank");
+                Error { context, ..Error::new(kind, text) }
+            }
+        }
+    }
+
+    /// Describes an operation in flight, for messages.
+    pub(crate) fn describe(self, worker: &str) -> String {
+        match self {
+            ExternalStep::Join => "the part of the call on other lanes".to_owned(),
+            ExternalStep::CopyIn | ExternalStep::CopyOut | ExternalStep::Offload => {
+                format!("the external operation {self} by `{worker}`")
+            }
+        }
+    }
 }
 
 impl std::fmt::Display for ExternalStep {

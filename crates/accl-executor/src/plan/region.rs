@@ -34,6 +34,11 @@ impl Region {
         Extent { offset: extent.offset + skip, len: extent.len - skip, ..extent }
     }
 
+    /// Returns the byte ranges in order, each with its position in the payload.
+    pub(super) fn parts(&self) -> impl Iterator<Item = (u64, Extent)> {
+        self.starts.iter().copied().zip(self.extents.iter().copied())
+    }
+
     /// Returns whether both payloads are the same bytes of the same buffer.
     pub(super) fn is_same(&self, other: &Region) -> bool {
         self.extents == other.extents

@@ -12,7 +12,7 @@ use accl_wire::frame::{Header, Signature};
 use smallvec::SmallVec;
 
 use super::build::Plan;
-use super::cache::PlanKey;
+use super::key::{PlanKey, StagedPieces};
 use super::signature::signature;
 use crate::call::{Blocks, CallDesc, Codecs, TensorDesc, TypedCodecs};
 
@@ -46,6 +46,7 @@ struct Key {
     alone: Option<(u64, Dtype)>,
     inputs: Sizes,
     outputs: Sizes,
+    staged: StagedPieces,
 }
 
 #[derive(PartialEq, Eq)]
@@ -88,6 +89,7 @@ impl Key {
             alone: desc.alone().map(|tensor| (tensor.len_bytes(), tensor.dtype)),
             inputs: Sizes::of(&desc.inputs),
             outputs: Sizes::of(&desc.outputs),
+            staged: StagedPieces::of(desc),
         }
     }
 
@@ -108,6 +110,8 @@ impl Key {
                 (Some(known), Some(tensor)) => known == (tensor.len_bytes(), tensor.dtype),
                 _ => self.inputs.fit(&desc.inputs) && self.outputs.fit(&desc.outputs),
             }
+            // Staged calls have a list of shapes of their own.
+            && (self.staged.is_empty() || self.staged == StagedPieces::of(desc))
     }
 }
 
@@ -144,13 +148,18 @@ impl Shapes {
     }
 }
 
-/// The recent shapes of one group. Staged and offloaded calls have lists of their own, because their shapes can have
-/// equal sizes and still differ. Each part index has its own list, so that calls of many parts displace no other
-/// shapes.
+/// The recent shapes of one group. Calls of host memory and staged calls have lists of their own, because their shapes
+/// can have equal sizes and still differ.
 #[derive(Default)]
 pub struct AllShapes {
-    plain: Shapes,
-    staged: Shapes,
+    host: ShapeLists,
+    staged: ShapeLists,
+}
+
+/// Recent shapes by kind. Each part index has its own list, so that calls of many parts displace no other shapes.
+#[derive(Default)]
+struct ShapeLists {
+    whole: Shapes,
     offloaded: Shapes,
     parts: Vec<Shapes>,
 }
@@ -167,16 +176,16 @@ impl AllShapes {
     }
 
     fn of(&mut self, desc: &CallDesc) -> &mut Shapes {
+        let lists = if desc.is_staged() { &mut self.staged } else { &mut self.host };
         match desc.offload {
-            Some(_) => &mut self.offloaded,
-            None if desc.is_staged() => &mut self.staged,
-            None if desc.part == Part::WHOLE => &mut self.plain,
+            Some(_) => &mut lists.offloaded,
+            None if desc.part == Part::WHOLE => &mut lists.whole,
             None => {
                 let index = desc.part.index as usize;
-                if self.parts.len() <= index {
-                    self.parts.resize_with(index + 1, Shapes::default);
+                if lists.parts.len() <= index {
+                    lists.parts.resize_with(index + 1, Shapes::default);
                 }
-                &mut self.parts[index]
+                &mut lists.parts[index]
             }
         }
     }
@@ -236,7 +245,7 @@ fn plan_key(desc: &CallDesc, elem: usize, codecs: Option<Arc<Codecs>>) -> PlanKe
         outputs,
         codecs: codecs.map(|codecs| TypedCodecs { codecs, dtype: desc.dtype }),
         rounds: desc.collective.reduces() && desc.dtype.class() == DtypeClass::Float16 && rounds(desc.op),
-        is_staged: desc.is_staged(),
+        staged: StagedPieces::of(desc),
         is_offloaded: desc.offload.is_some(),
         part: desc.part,
     }

@@ -7,7 +7,7 @@ use accl_types::{Collective, Dtype, Elems, Error, Rank, ReduceOp};
 use accl_wire::frame::Signature;
 
 use super::build::OFFLOADED_ID;
-use super::cache::PlanKey;
+use super::key::PlanKey;
 use crate::call::{CallDesc, Codecs};
 use accl_types::hash::{fold, hash_words};
 

@@ -4,10 +4,14 @@
 //! posted receives, unexpected messages (which arrived before their receive), and the order in which sends begin.
 //! `transfer` owns the protocol of one message. Read [`P2p`] first.
 
+mod private;
+mod staged;
+
 use std::cell::Cell;
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 use accl_types::{Dtype, Error, Moment, Rank, Result};
 use accl_wire::frame::{Header, Kind, Signature, WANTS_GRANT};
@@ -86,9 +90,17 @@ struct Peer {
     in_flight: usize,
 }
 
+impl Peer {
+    fn sending(&self, id: u64) -> Option<&Sending> {
+        let unbegun = || Some(&self.unbegun[self.unbegun.binary_search_by_key(&id, |sending| sending.id).ok()?]);
+        self.begun.get(&id).or_else(unbegun)
+    }
+}
+
 /// The point-to-point state of one group.
 ///
 /// The cost of a pass does not grow with the number of waiting messages. Each is found by the event for which it waits.
+/// Only a report of copies costs a look at all staged messages, and pinned memory limits how many there are.
 pub struct P2p {
     peers: Vec<Peer>,
     /// Peers to which something could be sent.
@@ -108,6 +120,15 @@ pub struct P2p {
     /// Sends that are complete and have yet to be [`P2p::end`]ed. A panic in a later send must not lose them.
     over: Vec<Message>,
     done: Vec<Message>,
+    /// Staged messages that have begun and still move bytes: sends, and receives, each by peer and message number.
+    staged_sends: BTreeSet<(Rank, u64)>,
+    staged_receives: BTreeSet<(Rank, u64)>,
+    /// Staged messages that have moved all bytes and wait for their copies.
+    copying: Vec<Message>,
+    /// Set when the copies of a staged message have gone on.
+    has_news: Arc<AtomicBool>,
+    /// Why the copies of a message have failed.
+    failure: Option<(Arc<CallState>, Error)>,
     /// Number of private messages in flight.
     private: usize,
     /// Number of messages examined so far.
@@ -127,6 +148,11 @@ impl P2p {
             posts: 0,
             over: Vec::new(),
             done: Vec::new(),
+            staged_sends: BTreeSet::new(),
+            staged_receives: BTreeSet::new(),
+            copying: Vec::new(),
+            has_news: Arc::default(),
+            failure: None,
             private: 0,
             steps: Cell::new(0),
         }
@@ -199,7 +225,7 @@ impl P2p {
             return None;
         }
         let needs = |m: &&Message| !m.is_private && (m.peer == Some(rank) || (m.peer.is_none() && counts_any));
-        self.messages().find(needs)
+        self.waiting().find(needs)
     }
 
     /// Returns the peer of a point-to-point call in flight. The inner `None` means that the peer is not known yet.
@@ -214,6 +240,9 @@ impl P2p {
         let peer = &mut self.peers[to.index()];
         let id = peer.next_id;
         peer.next_id += 1;
+        if message.memory.is_staged() {
+            self.staged_sends.insert((to, id));
+        }
         let outgoing = Outgoing::new(message.memory.total(), message.window());
         peer.unbegun.push_back(Sending { message, id, outgoing });
         self.sendable.insert(to);
@@ -311,6 +340,9 @@ impl P2p {
         self.leave(&message);
         message.peer = Some(from);
         self.enter(&message);
+        if message.memory.is_staged() {
+            self.staged_receives.insert((from, header.seq));
+        }
         let incoming = Incoming::new(message.memory.total(), message.window(), Ahead::Refused);
         self.peers[from.index()].receiving.insert(header.seq, Receiving { message, incoming });
         Ok(())
@@ -336,8 +368,8 @@ impl P2p {
         let Some(Receiving { message, incoming }) = peer.receiving.get_mut(&id) else {
             return Err(Error::protocol(format!("rank {from} sent data of message {id}, which has not begun")));
         };
-        // Once a message is matched, all of the receiver's memory is available.
-        let limit = Some(message.memory.total());
+        // Once a message is matched, the receiver's memory is available; of a staged message, its ring.
+        let limit = Some(message.memory.limit());
         let at = match incoming.arrive(part, data, limit) {
             Ok(Arrival::Place { at }) => at,
             Ok(Arrival::Kept | Arrival::Refused) => {
@@ -347,14 +379,9 @@ impl P2p {
         };
         let group = message.call.group_id;
         // The grant is sent first, so that the rest is in flight while these bytes are copied.
-        if let Some(value) = incoming.due_grant(limit, env.segment, || 0) {
-            let mut grant = Header::new(Kind::P2pGrant);
-            grant.group = group;
-            grant.seq = id;
-            grant.value = value;
-            env.net.send_control(env.members.peer(from), grant, &[]);
-        }
+        grant(from, id, message, incoming, env);
         message.memory.write(at, data);
+        message.memory.note_done(incoming.placed());
         if let Some(credit) = incoming.due_credit() {
             env.members.return_credit(from, credit, group, env.net);
         }
@@ -362,7 +389,8 @@ impl P2p {
             // Unpacked while the message is still recorded, because a panic fails the recorded messages.
             message.memory.unpack();
             if let Some(receiving) = peer.receiving.remove(&id) {
-                self.end(receiving.message);
+                self.staged_receives.remove(&(from, id));
+                self.moved(receiving.message);
             }
         }
         Ok(())
@@ -382,18 +410,22 @@ impl P2p {
 
     /// Sends everything that can be sent. Returns whether anything was sent.
     pub(crate) fn advance(&mut self, env: &mut RunContext<'_>) -> bool {
-        let mut progressed = false;
+        let mut progressed = self.follow_copies(env);
         for to in self.sendable.iter().copied().collect::<SmallVec<[Rank; 16]>>() {
             let peer = &mut self.peers[to.index()];
             // Messages begin in issue order; data of several messages may interleave.
-            while let Some(sending) = peer.unbegun.front_mut() {
+            while let Some(has_next) = peer.unbegun.len().checked_sub(1).map(|behind| behind > 0)
+                && let Some(sending) = peer.unbegun.front_mut()
+            {
                 self.steps.set(self.steps.get() + 1);
-                if !send_next(sending, to, env) {
+                // A message whose bytes have not arrived yet must not hold up the messages behind it.
+                if !(send_next(sending, to, env) || has_next && announce(sending, to, env)) {
                     break;
                 }
                 progressed = true;
                 let Some(sending) = peer.unbegun.pop_front() else { break };
                 if sending.outgoing.is_complete() {
+                    self.staged_sends.remove(&(to, sending.id));
                     self.over.push(sending.message);
                 } else {
                     peer.begun.insert(sending.id, sending);
@@ -408,12 +440,16 @@ impl P2p {
                 while send_next(sending, to, env) {
                     progressed = true;
                 }
-                if sending.outgoing.is_granted() {
+                // If bytes have yet to arrive, their arrival makes the message ready again.
+                let awaits_copies = sending.outgoing.sent() + env.segment > sending.message.memory.limit()
+                    && sending.message.memory.limit() < sending.message.memory.total();
+                if sending.outgoing.is_granted() && !awaits_copies {
                     break;
                 }
                 peer.ready.remove(&id);
                 if sending.outgoing.is_complete() {
                     progressed = true;
+                    self.staged_sends.remove(&(to, id));
                     self.over.extend(peer.begun.remove(&id).map(|sending| sending.message));
                 }
             }
@@ -421,9 +457,11 @@ impl P2p {
                 self.sendable.remove(&to);
             }
             let mut over = std::mem::take(&mut self.over);
-            over.drain(..).for_each(|message| self.end(message));
+            over.drain(..).for_each(|message| self.moved(message));
             self.over = over;
         }
+        // Copies of messages that have just moved their last byte may have ended before.
+        progressed |= self.follow_copies(env);
         progressed
     }
 
@@ -436,6 +474,9 @@ impl P2p {
     pub(crate) fn take_all(&mut self) -> Vec<Message> {
         let mut all = std::mem::take(&mut self.done);
         all.append(&mut self.over);
+        all.append(&mut self.copying);
+        self.staged_sends.clear();
+        self.staged_receives.clear();
         all.extend(std::mem::take(&mut self.posted).into_values().flatten().map(|posted| posted.message));
         for peer in &mut self.peers {
             all.extend(peer.unbegun.drain(..).map(|sending| sending.message));
@@ -452,56 +493,6 @@ impl P2p {
         all
     }
 
-    /// Takes back a private receive that has not been matched.
-    pub fn cancel(&mut self, call: &CallState) -> Option<Message> {
-        self.take_private_posted(|message| std::ptr::eq(&*message.call, call)).pop()
-    }
-
-    /// Takes back private receives that have not been matched, and private sends that have not begun, of the ranks that
-    /// `choose` picks.
-    pub(crate) fn take_private(&mut self, choose: impl Fn(Rank) -> bool) -> Vec<Message> {
-        if self.private == 0 {
-            return Vec::new();
-        }
-        let mut taken = self.take_private_posted(|message| message.peer.is_some_and(&choose));
-        let posted = taken.len();
-        for (rank, peer) in (0..).map(Rank).zip(&mut self.peers) {
-            if peer.unbegun.is_empty() || !choose(rank) {
-                continue;
-            }
-            for sending in std::mem::take(&mut peer.unbegun) {
-                self.steps.set(self.steps.get() + 1);
-                if sending.message.is_private {
-                    taken.push(sending.message);
-                } else {
-                    peer.unbegun.push_back(sending);
-                }
-            }
-        }
-        // `take_private_posted` has already removed the posted ones from the records.
-        taken[posted..].iter().for_each(|message| self.leave(message));
-        taken
-    }
-
-    fn take_private_posted(&mut self, choose: impl Fn(&Message) -> bool) -> Vec<Message> {
-        let mut taken = Vec::new();
-        for queue in self.posted.range_mut((PRIVATE_TAGS, None)..).map(|(_, queue)| queue) {
-            for posted in std::mem::take(queue) {
-                self.steps.set(self.steps.get() + 1);
-                if choose(&posted.message) {
-                    taken.push(posted.message);
-                } else {
-                    queue.push_back(posted);
-                }
-            }
-        }
-        if !taken.is_empty() {
-            self.posted.retain(|_, queue| !queue.is_empty());
-        }
-        taken.iter().for_each(|message| self.leave(message));
-        taken
-    }
-
     /// Returns whether a message with this tag waits for a receive.
     pub fn has_unexpected(&self, from: Rank, tag: u32) -> bool {
         self.peers[from.index()].unexpected.contains_key(&tag)
@@ -515,6 +506,11 @@ impl P2p {
 
     /// Returns the messages in flight.
     pub(crate) fn messages(&self) -> impl Iterator<Item = &Message> {
+        self.waiting().chain(&self.copying)
+    }
+
+    /// Returns the messages that have yet to move bytes.
+    fn waiting(&self) -> impl Iterator<Item = &Message> {
         let of_peers = self.peers.iter().flat_map(|peer| {
             let sending = peer.unbegun.iter().chain(peer.begun.values()).map(|sending| &sending.message);
             sending.chain(peer.receiving.values().map(|receiving| &receiving.message))
@@ -543,20 +539,41 @@ fn take_first<K: Ord, T>(queues: &mut BTreeMap<K, VecDeque<T>>, key: K) -> Optio
 
 /// Sends the next bytes in one frame. Returns `false` if there is nothing to send now, or the link has no room.
 fn send_next(sending: &mut Sending, to: Rank, env: &mut RunContext<'_>) -> bool {
+    let Sending { message, outgoing, .. } = sending;
+    let next = outgoing.next(message.memory.limit(), env.segment, |bytes| env.members.has_eager_room(to, bytes));
+    next.is_some_and(|fragment| send(sending, &fragment, to, env))
+}
+
+/// Announces a message whose bytes cannot be sent yet. Returns `false` if it was announced before, or the link has no
+/// room.
+fn announce(sending: &mut Sending, to: Rank, env: &mut RunContext<'_>) -> bool {
+    let awaits_copies = sending.message.memory.limit() < sending.message.memory.total().min(env.segment);
+    let announcement = sending.outgoing.announcement().filter(|_| awaits_copies);
+    announcement.is_some_and(|fragment| send(sending, &fragment, to, env))
+}
+
+fn send(sending: &mut Sending, fragment: &Fragment, to: Rank, env: &mut RunContext<'_>) -> bool {
     let Sending { message, id, outgoing } = sending;
-    let next = outgoing.next(message.memory.total(), env.segment, |bytes| env.members.has_eager_room(to, bytes));
-    let Some(fragment) = next else { return false };
     let has_left = env.send_fragment(
         to,
-        &fragment,
-        &header(message, *id, &fragment),
+        fragment,
+        &header(message, *id, fragment),
         fragment.is_first.then_some(&message.signature),
         |data| message.memory.read(outgoing.sent(), data),
     );
     if has_left {
-        outgoing.note_sent(&fragment);
+        outgoing.note_sent(fragment);
+        message.memory.note_done(outgoing.sent());
     }
     has_left
+}
+
+/// Grants the sender of a receive more bytes, if it may send more now.
+fn grant(from: Rank, id: u64, message: &Message, incoming: &mut Incoming, env: &mut RunContext<'_>) {
+    if let Some(value) = incoming.due_grant(Some(message.memory.limit()), env.segment, || 0) {
+        let header = Header { group: message.call.group_id, seq: id, value, ..Header::new(Kind::P2pGrant) };
+        env.net.send_control(env.members.peer(from), header, &[]);
+    }
 }
 
 fn header(message: &Message, id: u64, fragment: &Fragment) -> Header {

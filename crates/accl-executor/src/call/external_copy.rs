@@ -1,0 +1,16 @@
+//! One copy of a task that copies between tensors and host memory. Read [`ExternalCopy`] first.
+
+use super::tensor::TensorDesc;
+
+/// A copy between a tensor and host memory. The task of the copy says in which direction.
+#[derive(Clone, Debug)]
+pub struct ExternalCopy {
+    /// Index of the tensor among the outputs of the call; for a copy-in of a call with inputs, among these.
+    pub piece: u32,
+    /// The tensor.
+    pub tensor: TensorDesc,
+    /// First byte that is copied, counted in the tensor's elements in row-major order.
+    pub at: u64,
+    /// Host memory of the bytes that are copied, as a dense tensor of the same dtype.
+    pub host: TensorDesc,
+}
