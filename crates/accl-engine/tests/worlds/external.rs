@@ -2,7 +2,7 @@
 //! it.
 
 use std::any::Any;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -25,8 +25,11 @@ const DEVICE: MemoryKind = MemoryKind::Device { id: 3 };
 /// gets wrong values.
 const MASK: u8 = 0x5a;
 
+/// Returns the options of a world in which a call has one part, and so one task for each direction.
 fn options(world: u32, fabric: Fabric) -> WorldOptions {
-    WorldOptions::new(world).over(fabric).timeout(PATIENCE)
+    let mut options = WorldOptions::new(world).over(fabric).timeout(PATIENCE);
+    options.config.worker_count = WorkerCount::Exactly(0);
+    options
 }
 
 /// When a stand-in for a device does its tasks.
@@ -50,6 +53,8 @@ struct Device {
     when: When,
     begun: AtomicUsize,
     cancels: AtomicUsize,
+    /// Bytes of the copies of all tasks.
+    copied: AtomicU64,
     queue: Mutex<Sender<ExternalTask>>,
     held: Mutex<Receiver<ExternalTask>>,
 }
@@ -57,8 +62,8 @@ struct Device {
 impl Device {
     fn new(when: When) -> Arc<Self> {
         let (queue, held) = channel();
-        let (begun, cancels) = Default::default();
-        Arc::new(Self { when, begun, cancels, queue: Mutex::new(queue), held: Mutex::new(held) })
+        let (begun, cancels, copied) = Default::default();
+        Arc::new(Self { when, begun, cancels, copied, queue: Mutex::new(queue), held: Mutex::new(held) })
     }
 
     fn begun(&self) -> usize {
@@ -78,6 +83,8 @@ impl External for Device {
 
     fn begin(&self, task: ExternalTask) {
         self.begun.fetch_add(1, Ordering::Relaxed);
+        let bytes = task.copies().iter().map(|copy| copy.host.len_bytes()).sum();
+        self.copied.fetch_add(bytes, Ordering::Relaxed);
         match self.when {
             // This thread may not wait for more to become ready.
             When::AtOnce if task.ready_copies() == task.copies().len() => copy(task),
@@ -199,6 +206,23 @@ fn an_all_reduce_between_a_copy_in_and_a_copy_out_is_right_wherever_its_tensors_
             }
         }
     }
+}
+
+#[test]
+fn each_part_of_a_call_copies_its_own_bytes() {
+    const COUNT: usize = 300_000;
+    let mut options = options(2, Fabric::Tcp);
+    options.config.worker_count = WorkerCount::Exactly(2);
+    World::new(options).run("g", |member| {
+        let device = Device::new(When::Later);
+        for _ in 0..5 {
+            let mut bytes = masked(&values(member.rank, COUNT));
+            member.call(all_reduce(&mut bytes, &device, Mode::Blocking)).unwrap();
+            assert!(bytes == masked(&sums(2, COUNT)));
+        }
+        assert_eq!(device.begun(), 5 * 3 * 2, "each part has a copy-in and a copy-out");
+        assert_eq!(device.copied.load(Ordering::Relaxed), 5 * 2 * 4 * COUNT as u64, "no byte is copied twice");
+    });
 }
 
 #[test]
