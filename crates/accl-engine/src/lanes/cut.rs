@@ -7,7 +7,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
-use accl_executor::call::{CallDesc, Encoded, Encoding, Figures, Gather, Mode, Wake};
+use accl_executor::call::{CallDesc, Encoded, Encoding, Figures, Gather, Meeting, Mode, Wake};
 use accl_executor::group::{Caller, Prepared};
 use accl_executor::plan::Shape;
 use accl_schedule::Part;
@@ -16,20 +16,32 @@ use accl_types::Result;
 use super::join::Join;
 use crate::sync::Mutex;
 
-/// Where the parts of a measured call meet.
-struct Gathered {
-    figures: Mutex<Figures>,
+/// Measurements of a call's parts except the first.
+#[derive(Debug, Default)]
+struct Gathered(Mutex<Figures>);
+
+impl Gather for Gathered {
+    fn add(&self, figures: Figures) {
+        self.0.lock().add(figures);
+    }
+
+    fn take(&self) -> Figures {
+        std::mem::take(&mut self.0.lock())
+    }
+}
+
+/// Where the parts of a staged call meet.
+struct PartsMeeting {
     /// Functions that wake the parts which have copied in their bytes.
     wakes: Mutex<Vec<Wake>>,
     /// Number of parts that have not copied in their bytes.
     left: AtomicU32,
-    is_filled: AtomicBool,
+    is_open: AtomicBool,
 }
 
-impl Gathered {
+impl PartsMeeting {
     fn new(parts: u32) -> Self {
-        let (figures, wakes) = Default::default();
-        Self { figures, wakes, left: AtomicU32::new(parts), is_filled: AtomicBool::new(false) }
+        Self { wakes: Mutex::default(), left: AtomicU32::new(parts), is_open: AtomicBool::new(false) }
     }
 
     fn wake_all(&self) {
@@ -37,24 +49,16 @@ impl Gathered {
     }
 }
 
-impl fmt::Debug for Gathered {
+impl fmt::Debug for PartsMeeting {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Gathered").field("left", &self.left).finish_non_exhaustive()
+        f.debug_struct("PartsMeeting").field("left", &self.left).finish_non_exhaustive()
     }
 }
 
-impl Gather for Gathered {
-    fn add(&self, figures: Figures) {
-        self.figures.lock().add(figures);
-    }
-
-    fn take(&self) -> Figures {
-        std::mem::take(&mut self.figures.lock())
-    }
-
+impl Meeting for PartsMeeting {
     fn note_copied_in(&self, wake: &Wake) {
         self.wakes.lock().push(wake.clone());
-        // Release and acquire: the part that fills the sample sees the bytes of all parts.
+        // Release and acquire: the part that goes on sees the bytes of all parts.
         if self.left.fetch_sub(1, Ordering::AcqRel) == 1 {
             self.wake_all();
         }
@@ -64,13 +68,13 @@ impl Gather for Gathered {
         self.left.load(Ordering::Acquire) == 0
     }
 
-    fn note_filled(&self) {
-        self.is_filled.store(true, Ordering::Release);
+    fn open(&self) {
+        self.is_open.store(true, Ordering::Release);
         self.wake_all();
     }
 
-    fn is_filled(&self) -> bool {
-        self.is_filled.load(Ordering::Acquire)
+    fn is_open(&self) -> bool {
+        self.is_open.load(Ordering::Acquire)
     }
 }
 
@@ -93,8 +97,9 @@ impl Cut {
         let join = Join::new(of - 1);
         let mut first = CallDesc { part: Part { index: 0, of }, joins: Some(join.clone()), ..desc.clone() };
         if let Encoded::As(Encoding { probe: Some(probe), .. }) = &mut first.encoding {
-            probe.gathered = Some(Arc::new(Gathered::new(of)));
+            probe.gathered = Some(Arc::new(Gathered::default()));
         }
+        first.meeting = first.staging.is_some().then(|| Arc::new(PartsMeeting::new(of)) as Arc<dyn Meeting>);
         Some(Self { first, join, predicted_ps })
     }
 

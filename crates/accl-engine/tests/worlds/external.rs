@@ -39,6 +39,8 @@ enum When {
     AtOnce,
     /// The task is done on a thread of its own.
     Later,
+    /// The task is done on a thread of its own, with a pause before each copy into host memory.
+    Slow,
     /// The task is done when the test does it.
     Held,
     /// The task fails at once.
@@ -90,6 +92,7 @@ impl External for Device {
             When::AtOnce if task.ready_copies() == task.copies().len() => copy(task),
             When::AtOnce => drop(std::thread::spawn(|| copy(task))),
             When::Later => drop(std::thread::spawn(|| copy(task))),
+            When::Slow => drop(std::thread::spawn(|| copy_slowly(task))),
             When::Held => self.queue.lock().unwrap().send(task).unwrap(),
             When::Fails => task.fail("its fan has stopped"),
             When::Panics => {
@@ -119,6 +122,16 @@ fn copy(task: ExternalTask) {
         std::thread::yield_now();
     }
     task.done();
+}
+
+fn copy_slowly(task: ExternalTask) {
+    let is_slow = !task.is_copy_out();
+    for piece in 0..if is_slow { task.copies().len() } else { 0 } {
+        std::thread::sleep(Duration::from_millis(20));
+        copy_one(&task, &task.copies()[piece]);
+        task.note_made(piece + 1);
+    }
+    copy(task);
 }
 
 fn copy_one(task: &ExternalTask, copy: &ExternalCopy) {
@@ -687,6 +700,174 @@ fn a_failed_copy_of_a_message_is_an_error_of_both_ranks() {
     }
 }
 
+/// Describes the blocks of one tensor on the device.
+fn blocks_of(bytes: &mut [u8], of: usize) -> Blocks {
+    let len = bytes.len() / of;
+    bytes.chunks_mut(len).map(|block| [on_device(block)]).collect()
+}
+
+/// On host memory, contributions are packed before anything is written.
+#[test]
+fn tensors_that_share_memory_give_the_results_of_the_host() {
+    const COUNT: usize = 400_000;
+    for workers in [0, 2] {
+        for first in [0, 2] {
+            let mut options = options(3, Fabric::Shm);
+            options.config.worker_count = WorkerCount::Exactly(workers);
+            World::new(options).run("g", |member| {
+                // One rank's device is slower than the others'.
+                let device = Device::new(if member.rank == first { When::Slow } else { When::Later });
+                let block = |from: usize, to: usize| values(from * 5 + to, COUNT);
+                // Input and output of an all_to_all are one tensor.
+                let sent: Vec<f32> = (0..3).flat_map(|to| block(member.rank, to)).collect();
+                let mut bytes = masked(&sent);
+                let mut desc = CallDesc::new(Collective::AllToAll, Dtype::F32);
+                (desc.inputs, desc.outputs) = (blocks_of(&mut bytes, 3), blocks_of(&mut bytes, 3));
+                desc.staging = staging(&device);
+                member.call(desc).unwrap();
+                let expected: Vec<f32> = (0..3).flat_map(|from| block(from, member.rank)).collect();
+                assert!(bytes == masked(&expected), "all_to_all over one tensor");
+
+                // The contribution to an all_gather lies in another rank's block of the output.
+                let mut bytes = masked(&vec![0.0; 3 * COUNT]);
+                let of_next = (member.rank + 1) % 3 * 4 * COUNT;
+                bytes[of_next..of_next + 4 * COUNT].copy_from_slice(&masked(&values(member.rank, COUNT)));
+                let mut desc = CallDesc::new(Collective::AllGather, Dtype::F32);
+                desc.inputs = Blocks::of(on_device(&mut bytes[of_next..of_next + 4 * COUNT]));
+                (desc.outputs, desc.staging) = (blocks_of(&mut bytes, 3), staging(&device));
+                member.call(desc).unwrap();
+                let expected: Vec<f32> = (0..3).flat_map(|from| values(from, COUNT)).collect();
+                assert!(bytes == masked(&expected), "all_gather from another block");
+
+                // One tensor is given twice.
+                let mut bytes = masked(&values(member.rank, COUNT));
+                let mut desc = all_reduce(&mut bytes, &device, Mode::Blocking);
+                desc.outputs = Blocks::default();
+                desc.outputs.push([on_device(&mut bytes), on_device(&mut bytes)]);
+                member.call(desc).unwrap();
+                assert!(bytes == masked(&sums(3, COUNT)), "one tensor given twice");
+            });
+        }
+    }
+}
+
+/// Parts of such calls begin and end within elements.
+#[test]
+fn tensors_of_several_dtypes_are_whole_in_calls_of_several_parts() {
+    const COUNT: usize = 100_000;
+    let mut options = options(2, Fabric::Shm);
+    options.config.worker_count = WorkerCount::Exactly(2);
+    World::new(options).run("g", |member| {
+        let device = Device::new(When::Later);
+        for root in 0..2 {
+            let is_root = member.rank as u32 == root;
+            let mut small = if is_root { [1 ^ MASK, 2 ^ MASK, 3 ^ MASK] } else { [0; 3] };
+            let mut large = masked(&values(if is_root { 7 } else { 0 }, COUNT));
+            let mut desc = CallDesc::new(Collective::Broadcast, Dtype::U8);
+            let first = TensorDesc::dense(small.as_mut_ptr(), Dtype::U8, Elems(3)).in_memory(DEVICE);
+            desc.outputs.push([first, on_device(&mut large)]);
+            (desc.root, desc.staging) = (Rank(root), staging(&device));
+            member.call(desc).unwrap();
+            assert_eq!(small, [1 ^ MASK, 2 ^ MASK, 3 ^ MASK]);
+            assert!(large == masked(&values(7, COUNT)), "root {root}");
+        }
+    });
+}
+
+/// The copy-out has made everything that is final, so it is the peer that is late.
+#[test]
+fn a_timeout_names_the_peer_while_the_copy_out_waits_for_it() {
+    const COUNT: usize = 3 << 20;
+    let errors = World::new(options(2, Fabric::Shm)).run("g", |member| {
+        let device: Arc<Stepwise> = Arc::default();
+        let mut bytes = masked(&values(member.rank, COUNT));
+        let mut desc = CallDesc::new(Collective::AllReduce, Dtype::F32);
+        desc.outputs = Blocks::of(on_device(&mut bytes));
+        desc.mode = Mode::Async;
+        desc.staging = Some(Arc::new(StepwiseOut(device.clone())));
+        desc.timeout = Some(Duration::from_millis(if member.rank == 0 { 1500 } else { 20_000 }));
+        let call = member.group.submit(desc).unwrap();
+        let task = device.task.lock().unwrap().take().unwrap();
+        let pieces = task.copies().len();
+        // Rank 1 has only a part of its tensor.
+        let most = if member.rank == 0 { pieces } else { pieces * 3 / 4 };
+        task.copies()[..most].iter().for_each(|copy| copy_one(&task, copy));
+        task.note_made(most);
+        let mut out: Option<ExternalTask> = None;
+        until("the call has failed", || {
+            let _ = call.wait(Some(Duration::from_millis(1)), &mut || false);
+            out = out.take().or_else(|| device.out.lock().unwrap().take());
+            if let Some(out) = &out {
+                let (made, ready) = (out.made_copies(), out.ready_copies());
+                out.copies()[made..ready].iter().for_each(|copy| copy_one(out, copy));
+                out.note_made(ready);
+            }
+            task.is_cancelled()
+        });
+        drop((task, out));
+        match call.wait(Some(PATIENCE), &mut || false) {
+            Waited::Failed(error) => error,
+            other => panic!("{other:?}"),
+        }
+    });
+    let text = errors[0].to_string();
+    assert!(errors[0].kind == ErrorKind::Timeout && !text.contains("copy-out") && text.contains("rank 1"), "{text}");
+}
+
+#[test]
+fn a_worker_that_panics_when_more_is_ready_fails_its_call() {
+    #[derive(Debug, Default)]
+    struct Panics(Mutex<Vec<ExternalTask>>);
+
+    impl External for Panics {
+        fn name(&self) -> &str {
+            "stand-in"
+        }
+
+        fn begin(&self, task: ExternalTask) {
+            self.0.lock().unwrap().push(task);
+        }
+
+        fn copies_are_ready(&self) {
+            panic!("the stand-in learned of more");
+        }
+    }
+
+    #[derive(Debug)]
+    struct Stages(Arc<Device>, Arc<Panics>);
+
+    impl Staging for Stages {
+        fn copy_in(&self, _: &[ExternalCopy], _: usize, _: &Arc<dyn Any + Send + Sync>) -> Result<Arc<dyn External>> {
+            Ok(self.0.clone())
+        }
+
+        fn copy_out(&self) -> Arc<dyn External> {
+            self.1.clone()
+        }
+    }
+
+    World::new(options(2, Fabric::Shm)).run("g", |member| {
+        let (device, panics) = (Device::new(When::AtOnce), Arc::new(Panics::default()));
+        let mut bytes = masked(&values(member.rank, 100));
+        let mut desc = all_reduce(&mut bytes, &device, Mode::Async);
+        if member.rank == 0 {
+            desc.staging = Some(Arc::new(Stages(device.clone(), panics.clone())));
+        }
+        let call = member.group.submit(desc).unwrap();
+        if member.rank == 0 {
+            until("the task is wanted back", || {
+                let _ = call.wait(Some(Duration::from_millis(1)), &mut || false);
+                panics.0.lock().unwrap().first().is_some_and(ExternalTask::is_cancelled)
+            });
+            panics.0.lock().unwrap().clear();
+            let Waited::Failed(error) = call.wait(Some(PATIENCE), &mut || false) else { panic!("it has failed") };
+            assert!(error.to_string().contains("copy-out by `stand-in` failed: the worker panicked"), "{error}");
+        } else {
+            let _ = call.wait(Some(PATIENCE), &mut || false);
+        }
+    });
+}
+
 #[test]
 fn premul_sum_scales_what_has_been_copied_in() {
     World::new(options(2, Fabric::Shm)).run("g", |member| {
@@ -776,6 +957,46 @@ fn measured_calls_have_the_same_figures_and_bits_wherever_their_tensors_lie() {
         assert_eq!(figures(&results[0]), figures(other));
         assert!(results[0] == *other, "other bits");
     }
+}
+
+/// The result lies over this rank's own contribution, once in host memory and once on the device.
+#[test]
+fn a_measured_reduce_scatter_in_place_has_the_figures_of_the_host() {
+    const COUNT: usize = 200_000;
+    let figures = [[false, false], [true, true], [false, true]].map(|are_staged| {
+        let options = crate::calls::options(&[0, 1], "reduce_scatter", "direct").over(Fabric::Tcp);
+        World::new(options).run("g", move |member| {
+            let codec = || both_ways(max_min(4, 64, Rounding::Nearest), 5);
+            let (encoding, stats) = probed(vec![codec(), codec()], 16);
+            let device = Device::new(When::Slow);
+            let mut tensors = [0, 1].map(|seed| {
+                let mut bytes = masked(&crate::calls::data(member.rank, 2 * COUNT, seed));
+                if !are_staged[seed as usize] {
+                    bytes.iter_mut().for_each(|byte| *byte ^= MASK);
+                }
+                bytes
+            });
+            let mut block = |rank: usize| -> Vec<TensorDesc> {
+                let parts = tensors.iter_mut().zip(are_staged);
+                let part = |(tensor, is_staged): (&mut Vec<u8>, bool)| {
+                    let bytes = &mut tensor[4 * COUNT * rank..4 * COUNT * (rank + 1)];
+                    let host = TensorDesc::dense(bytes.as_mut_ptr(), Dtype::F32, Elems(COUNT as u64));
+                    if is_staged { host.in_memory(DEVICE) } else { host }
+                };
+                parts.map(part).collect()
+            };
+            let mut desc = CallDesc::new(Collective::ReduceScatter, Dtype::F32);
+            desc.inputs = [block(0), block(1)].into_iter().collect();
+            desc.outputs = [block(member.rank)].into_iter().collect();
+            desc.encoding = encoding.into();
+            desc.staging = staging(&device);
+            member.call(desc).unwrap();
+            stats.read().iter().map(|row| (row.compared, row.error.to_bits(), row.square.to_bits())).collect::<Vec<_>>()
+        })
+    });
+    assert!(figures[0][0][0].0 > 0, "something was compared");
+    assert_eq!(figures[0], figures[1], "on the device");
+    assert_eq!(figures[0], figures[2], "on both");
 }
 
 #[test]

@@ -11,7 +11,7 @@ use accl_types::{Collective, Dtype, Error, Rank, ReduceOp, Result};
 use super::encoding::{Encoded, Encoding, is_encoded};
 use super::external::External;
 use super::phases::Phases;
-use super::staging::Staging;
+use super::staging::{Meeting, Staging};
 use super::tensor::{Blocks, MemoryKind, TensorDesc};
 
 /// Whether the caller waits immediately.
@@ -65,6 +65,8 @@ pub struct CallDesc {
     pub part: Part,
     /// In the first part: operation that ends when the other parts have completed.
     pub joins: Option<Arc<dyn External>>,
+    /// Where the parts of a staged call meet, if it has several.
+    pub meeting: Option<Arc<dyn Meeting>>,
     /// Where the phase times of a collective are recorded. Usually `None`, because timing costs time; always `None` on
     /// the fast path.
     pub phases: Option<Arc<Phases>>,
@@ -93,6 +95,7 @@ impl CallDesc {
             offload: None,
             part: Part::WHOLE,
             joins: None,
+            meeting: None,
             phases: None,
         }
     }

@@ -8,8 +8,6 @@ use std::sync::Arc;
 
 use accl_kernels::codec::NonFinite;
 
-use super::external::Wake;
-
 /// Measurements of one tensor, summed over completed calls.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Measured {
@@ -99,25 +97,11 @@ impl Figures {
     }
 }
 
-/// Place where the parts of a call leave their measurements, each under the lock of its own lane. If tensors are staged,
-/// the parts also meet here before the sample is used: it holds bytes that any part copies in.
+/// Place where the parts of a call leave their measurements, each under the lock of its own lane.
 pub trait Gather: Send + Sync + fmt::Debug {
     /// Adds the figures of a part that has completed.
     fn add(&self, figures: Figures);
 
     /// Takes the sum of the figures added so far.
     fn take(&self) -> Figures;
-
-    /// Records that one part has copied in its bytes; each part does this once. `wake` wakes the part's thread when the
-    /// sample may be filled or used. It runs under a lock, as the end of an external operation does.
-    fn note_copied_in(&self, wake: &Wake);
-
-    /// Returns whether all parts have copied in their bytes.
-    fn are_copied_in(&self) -> bool;
-
-    /// Records that the sample is filled, and wakes the parts.
-    fn note_filled(&self);
-
-    /// Returns whether the sample is filled.
-    fn is_filled(&self) -> bool;
 }

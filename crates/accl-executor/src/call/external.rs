@@ -38,7 +38,7 @@ pub trait External: Send + Sync + fmt::Debug {
 
     /// Notifies the worker that tasks are wanted back: each task whose [`ExternalTask::is_cancelled`] returns `true`.
     /// Runs under the engine's lock, like [`External::begin`]. Workers that check their tasks themselves do not need
-    /// it.
+    /// it. A worker that waits for [`External::copies_are_ready`] does.
     fn cancel(&self) {}
 
     /// Notifies the worker that more copies of a task may be made: see [`ExternalTask::ready_copies`]. Runs under the
@@ -168,9 +168,10 @@ impl ExternalTask {
     /// does not rise changes nothing. Takes no lock of the engine.
     ///
     /// # Panics
-    /// Panics if there are fewer copies.
+    /// Panics if fewer copies are ready.
     pub fn note_made(&self, count: usize) {
-        let before = self.made_copies();
+        let (before, ready) = (self.made_copies(), self.ready_copies());
+        assert!(count <= ready, "{count} copies are reported as made, and {ready} are ready");
         let Some(ExternalCopies { copies, after, .. }) = self.work.copies() else { return };
         if count <= before {
             return;
@@ -354,14 +355,23 @@ impl ExternalHandle {
         self.shared.made.load(Ordering::Acquire)
     }
 
+    /// Returns whether the worker has yet to make a copy that is ready.
+    pub(crate) fn owes_copies(&self) -> bool {
+        self.made() < self.shared.ready.load(Ordering::Relaxed)
+    }
+
     /// Lets the first `count` copies be made, as their bytes are final.
-    pub(crate) fn set_ready(&self, count: u32) {
+    ///
+    /// # Errors
+    /// The worker has panicked. The task ends nevertheless.
+    pub(crate) fn set_ready(&self, count: u32) -> Result<()> {
         // Release: a worker that sees the number also sees the bytes.
         self.shared.ready.store(count, Ordering::Release);
         if catch_unwind(AssertUnwindSafe(|| self.by.copies_are_ready())).is_err() {
-            let _ = self.shared.why.set(Error::device(PANICKED));
             self.shared.has_panicked.store(true, Ordering::Relaxed);
+            return Err(Error::device(PANICKED));
         }
+        Ok(())
     }
 
     /// Requests the task back.

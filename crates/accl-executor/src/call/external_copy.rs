@@ -11,6 +11,6 @@ pub struct ExternalCopy {
     pub tensor: TensorDesc,
     /// First byte that is copied, counted in the tensor's elements in row-major order.
     pub at: u64,
-    /// Host memory of the bytes that are copied, as a dense tensor of the same dtype.
+    /// Host memory of the bytes that are copied, as a dense tensor of bytes. A copy may begin and end within an element.
     pub host: TensorDesc,
 }

@@ -20,7 +20,7 @@ pub use external::{External, ExternalCollective, ExternalTask};
 pub use external_copy::ExternalCopy;
 pub(crate) use phases::Stopwatch;
 pub use phases::{PhaseTimes, Phases};
-pub use staging::{LentMemory, Staging};
+pub use staging::{LentMemory, Meeting, Staging};
 pub use state::Waited;
 pub use tensor::{Blocks, MemoryKind, TensorDesc};
 

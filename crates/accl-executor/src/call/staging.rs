@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use accl_types::{Dtype, Elems, Result};
 
-use super::external::External;
+use super::external::{External, Wake};
 use super::external_copy::ExternalCopy;
 use super::tensor::TensorDesc;
 
@@ -27,8 +27,10 @@ pub trait Staging: Send + Sync + fmt::Debug {
 
     /// Begins to copy a tensor to host memory, or prepares that. Runs in the thread that issues the call, without a
     /// lock. Returns the worker of the copy-in, whose task has these copies. Only the first `ready` of them may be made
-    /// before the task says more. If the call is refused, the worker is dropped without a task. `keeps` owns the host
-    /// memory, and has to live as long as copies are in flight.
+    /// before the task says more. `keeps` owns the host memory, and has to live as long as copies are in flight.
+    ///
+    /// If the call or one of its parts is refused, the worker is dropped without a task. The call may then be over while
+    /// copies still read its tensors, so the worker has to keep these alive, too.
     ///
     /// # Errors
     /// The reason why the call is refused.
@@ -49,6 +51,27 @@ pub trait Staging: Send + Sync + fmt::Debug {
     fn copy_out(&self) -> Arc<dyn External>;
 }
 
+/// Where the parts of a staged call meet. Each copies in its own bytes, and what needs the bytes of all parts waits here.
+pub trait Meeting: Send + Sync + fmt::Debug {
+    /// Records that one part has copied in its bytes; each part does this once. `wake` wakes the part's thread when
+    /// [`Meeting::has_news`] changes. It runs under a lock, as the end of an external operation does.
+    fn note_copied_in(&self, wake: &Wake);
+
+    /// Returns whether all parts have copied in their bytes.
+    fn are_copied_in(&self) -> bool;
+
+    /// Lets all parts go on. The first part does this when all parts have their bytes.
+    fn open(&self);
+
+    /// Returns whether all parts may go on.
+    fn is_open(&self) -> bool;
+
+    /// Returns whether a part that waits should look again.
+    fn has_news(&self) -> bool {
+        self.is_open() || self.are_copied_in()
+    }
+}
+
 /// Host memory that belongs to another library, such as pinned memory.
 pub struct LentMemory {
     pub(crate) bytes: TensorDesc,
@@ -64,7 +87,43 @@ impl LentMemory {
     pub unsafe fn new(ptr: *mut u8, len_bytes: usize, owner: Box<dyn Any + Send + Sync>) -> Self {
         Self { bytes: TensorDesc::dense(ptr, Dtype::U8, Elems(len_bytes as u64)), _owner: owner }
     }
+
+    /// Lends memory that is not pinned.
+    pub fn pageable(mut memory: Box<[u8]>) -> Self {
+        let (ptr, len_bytes) = (memory.as_mut_ptr(), memory.len());
+        // SAFETY: the owner has the memory, and no other code has access to it.
+        unsafe { Self::new(ptr, len_bytes, Box::new(memory)) }
+    }
+
+    /// Number of bytes.
+    pub fn len_bytes(&self) -> usize {
+        self.bytes.len_bytes() as usize
+    }
+
+    /// Returns the same memory, which is passed to `back` once nothing uses it any more. `back` may run under the engine's
+    /// lock, so it must neither block nor call the engine.
+    #[must_use]
+    pub fn returned_to(self, back: impl FnOnce(Self) + Send + Sync + 'static) -> Self {
+        let bytes = self.bytes.clone();
+        Self { bytes, _owner: Box::new(Returned(Some((self, Box::new(back))))) }
+    }
 }
+
+/// Owner that passes its memory on when it is dropped.
+struct Returned(Option<(LentMemory, Back)>);
+
+type Back = Box<dyn FnOnce(LentMemory) + Send + Sync>;
+
+impl Drop for Returned {
+    fn drop(&mut self) {
+        if let Some((memory, back)) = self.0.take() {
+            back(memory);
+        }
+    }
+}
+
+// SAFETY: a shared reference gives access to nothing but the number of bytes.
+unsafe impl Sync for LentMemory {}
 
 impl fmt::Debug for LentMemory {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -66,10 +66,10 @@ impl Externals {
     }
 
     /// Lets the first `count` copies of an operation in flight be made.
-    pub(super) fn set_ready(&self, op: u32, count: u32) {
-        if let Some(under_way) = self.of(op) {
-            under_way.handle.set_ready(count);
-        }
+    pub(super) fn set_ready(&mut self, op: u32, count: u32) {
+        let Some(UnderWay { step, handle, .. }) = self.of(op) else { return };
+        let failure = handle.set_ready(count).map_err(|why| step.failure(handle.name(), why));
+        self.failure = self.failure.take().or(failure.err());
     }
 
     fn of(&self, op: u32) -> Option<&UnderWay> {
@@ -145,9 +145,16 @@ impl Externals {
     }
 
     /// Describes an operation that has not ended, for messages. `without_parts` leaves out the parts that other lanes
-    /// do.
-    pub(super) fn under_way(&self, without_parts: bool) -> Option<String> {
-        let is_left_out = |of: &UnderWay| of.handle.has_ended() || without_parts && of.step == ExternalStep::Join;
+    /// do. `awaits_peers` leaves out copies that have been made as far as they can be.
+    pub(super) fn under_way(&self, without_parts: bool, awaits_peers: bool) -> Option<String> {
+        let is_left_out = |of: &UnderWay| {
+            of.handle.has_ended()
+                || match of.step {
+                    ExternalStep::CopyIn | ExternalStep::CopyOut => awaits_peers && !of.handle.owes_copies(),
+                    ExternalStep::Join => without_parts,
+                    ExternalStep::Offload => false,
+                }
+        };
         let UnderWay { step, handle, .. } = self.under_way.iter().find(|of| !is_left_out(of))?;
         Some(step.describe(handle.name()))
     }
@@ -222,6 +229,6 @@ mod tests {
         let mut externals = Externals::default();
         externals.set_wake(Arc::new(|| {}));
         assert!(!externals.begin(0, ExternalStep::CopyIn, |_| None));
-        assert!(!externals.has_begun(0) && externals.under_way(false).is_none());
+        assert!(!externals.has_begun(0) && externals.under_way(false, false).is_none());
     }
 }

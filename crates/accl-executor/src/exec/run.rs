@@ -185,6 +185,8 @@ pub(crate) struct Run {
     copied_in: u32,
     /// Segments of the copy-out that are final.
     finals: FinalSegments,
+    /// Whether this part of a call has reported to the others that its bytes are copied in.
+    has_met: bool,
     /// Whether an offloaded call may begin: see [`Run::offload`].
     may_be_offloaded: bool,
 }
@@ -253,6 +255,7 @@ impl Run {
             externals: Externals::default(),
             copied_in: 0,
             finals: FinalSegments::default(),
+            has_met: false,
             may_be_offloaded: false,
         };
         for op in 0..run.ops.len() as u32 {
@@ -272,7 +275,7 @@ impl Run {
             || self.externals.has_ended()
             || self.externals.has_failed()
             || self.plan.copy_in.is_some_and(|op| self.externals.made(op) > self.copied_in)
-            || self.awaits_sample() && self.compute.has_sample_news()
+            || self.awaits_parts_in() && self.compute.meeting().is_some_and(|meeting| meeting.has_news())
     }
 
     /// Takes back the memory for encoded chunks.
@@ -303,7 +306,7 @@ impl Run {
         }
         if let Some(op) = self.plan.copy_in {
             self.note_copied_in(self.externals.made(op));
-        } else if self.awaits_sample() {
+        } else if self.awaits_parts_in() {
             self.note_copied_in(0);
         }
         if self.externals.has_ended() {
@@ -373,7 +376,7 @@ impl Run {
                 Some(send) => progressed = self.step(send, fresh, env),
                 None => self.step_combine(op, combination, fresh),
             },
-            PlanOpKind::External(step) => self.step_external(op, *step),
+            PlanOpKind::External(step) => self.step_external(op, *step, false),
         }
         let state = &self.ops[op as usize];
         let has_moved = (state.progress.done(), state.complete) != before;
@@ -748,11 +751,14 @@ impl Run {
         self.externals.set_wake(wake);
     }
 
-    fn step_external(&mut self, op: u32, step: ExternalStep) {
+    /// Begins an external operation if it is due, or completes it if it has ended. `is_final` says that bytes may be
+    /// copied out.
+    fn step_external(&mut self, op: u32, step: ExternalStep, is_final: bool) {
         if !self.externals.has_begun(op) {
             let is_due = match step {
                 ExternalStep::CopyIn => true,
-                ExternalStep::CopyOut => self.finals.count > 0,
+                // Begun by `note_finals` alone.
+                ExternalStep::CopyOut => is_final,
                 ExternalStep::Offload | ExternalStep::Join => self.limit(op).is_some(),
             };
             if !is_due {
@@ -779,9 +785,30 @@ impl Run {
         self.plan.staging.as_ref().map_or(0, |staging| staging.copy_in.len() as u32)
     }
 
-    /// Returns whether everything was copied in, but the sample may not be used yet.
-    fn awaits_sample(&self) -> bool {
+    /// Returns whether everything of this part was copied in, but the call may still wait for other parts.
+    fn awaits_parts_in(&self) -> bool {
         self.plan.staging.is_some() && self.copied_in == self.copies_in()
+    }
+
+    /// Meets the other parts of the call, if something needs the bytes that they copy in. Returns whether all parts have
+    /// their bytes, and the sample is filled. Otherwise the driver is woken later.
+    fn meet(&mut self) -> bool {
+        if !self.compute.needs_all_parts_in() {
+            return true;
+        }
+        let Some(meeting) = self.compute.meeting().cloned() else {
+            self.compute.fill_sample();
+            return true;
+        };
+        let Some(wake) = self.externals.wake() else { return false };
+        if !std::mem::replace(&mut self.has_met, true) {
+            meeting.note_copied_in(wake);
+        }
+        if !meeting.is_open() && self.plan.is_joined && meeting.are_copied_in() {
+            self.compute.fill_sample();
+            meeting.open();
+        }
+        meeting.is_open()
     }
 
     /// Lets operations use the first `count` segments of the copy-in.
@@ -790,10 +817,13 @@ impl Run {
         let Some(staging) = &plan.staging else { return };
         let before = self.copied_in;
         self.copied_in = before.max(count);
-        if self.awaits_sample() && self.externals.wake().is_some_and(|wake| self.compute.fill_sample(wake)) {
+        if self.awaits_parts_in() && self.meet() {
             self.copied_in = staging.all_in();
         }
         (before..self.copied_in).flat_map(|segment| staging.readers(segment)).for_each(|&op| self.queue(op));
+        if before != self.copied_in && self.compute.has_overlap() {
+            self.note_finals();
+        }
     }
 
     /// Lets the worker copy out the segments that have become final.
@@ -804,13 +834,16 @@ impl Run {
             let state = &ops[op as usize];
             state.complete || state.progress.done() >= at
         });
-        if self.finals.count == before {
+        let is_due = self.finals.count > before || self.finals.count > 0 && !self.externals.has_begun(op);
+        // Tensors that share memory with contributions are written when all contributions have been copied in.
+        let may_write = !self.compute.has_overlap() || self.copied_in == staging.all_in();
+        if !is_due || !may_write || self.ops[op as usize].complete || self.externals.has_failed() {
             return;
         }
         if self.externals.has_begun(op) {
             self.externals.set_ready(op, self.finals.count);
         } else {
-            self.step_external(op, ExternalStep::CopyOut);
+            self.step_external(op, ExternalStep::CopyOut, true);
         }
     }
 
@@ -833,7 +866,7 @@ impl Run {
         let plan = self.plan.clone();
         for (op, plan_op) in (0..).zip(&plan.ops) {
             if let PlanOpKind::External(step @ (ExternalStep::CopyIn | ExternalStep::Join)) = plan_op.kind {
-                self.step_external(op, step);
+                self.step_external(op, step, false);
             }
         }
         if plan.copy_in.is_none() {
@@ -854,12 +887,13 @@ impl Run {
     /// Describes an external operation that has not ended, for messages.
     pub(crate) fn external_under_way(&self) -> Option<String> {
         // While this lane has work left, the call does not wait for the parts of other lanes.
-        self.externals.under_way(self.plan.is_joined && !self.awaits_parts_alone())
+        let awaits_peers = !self.awaited_messages().is_empty();
+        self.externals.under_way(self.plan.is_joined && !self.awaits_parts_alone(), awaits_peers)
     }
 
     /// Describes any external operation that has not ended, including parts on other lanes.
     pub(crate) fn any_external_under_way(&self) -> Option<String> {
-        self.externals.under_way(false)
+        self.externals.under_way(false, false)
     }
 
     // ---- waiting

@@ -86,9 +86,9 @@ impl Caller {
 
     /// Begins the copies of tensors that only external operations can access.
     fn begin_copies(buffers: &mut Buffers, desc: &CallDesc, shape: Option<&Shape>) -> Result<()> {
-        match shape.and_then(|shape| shape.plan.staging.as_ref()) {
-            Some(plan) => buffers.begin_copies(desc, plan),
-            None => Ok(()),
+        match shape {
+            Some(shape) => shape.plan.staging.as_ref().map_or(Ok(()), |plan| buffers.begin_copies(desc, plan)),
+            None => buffers.begin_message(desc),
         }
     }
 

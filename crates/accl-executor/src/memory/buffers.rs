@@ -14,7 +14,7 @@ use super::overlap::{inputs_need_copy, outputs_are_entangled, outputs_share_elem
 use super::staged::{Side, StagedMemory};
 use super::storage::Storage;
 use crate::call::{
-    Blocks, CallDesc, External, ExternalCollective, ExternalHandle, ExternalWork, MemoryKind, TensorDesc, Wake,
+    Blocks, CallDesc, External, ExternalCollective, ExternalHandle, ExternalWork, Meeting, MemoryKind, TensorDesc, Wake,
 };
 use crate::plan::{ExternalStep, StagedCopies};
 
@@ -39,6 +39,8 @@ pub(crate) struct Buffers {
     /// Host memory of tensors that only external operations can access.
     staged_memory: Option<Box<StagedMemory>>,
     offload: Option<Box<Offload>>,
+    /// Where the parts of a staged call meet.
+    meeting: Option<Arc<dyn Meeting>>,
     /// Operation that ends when other lanes have done their parts of the call.
     joins: Option<Arc<dyn External>>,
 }
@@ -65,13 +67,15 @@ impl Buffers {
         if desc.uses_tensors_as_they_are() && buffers.take_addresses(desc, rank) {
             return Ok(buffers);
         }
-        buffers.staged_memory = StagedMemory::new(desc)?.map(Box::new);
+        buffers.meeting = desc.meeting.clone();
         let in_place = desc.inputs.is_empty();
         let premul = desc.collective.reduces() && desc.op == ReduceOp::PremulSum;
         let shared = outputs_are_entangled(&desc.outputs) && outputs_share_elements(&desc.outputs)?;
         if shared && !in_place {
             return Err(Error::invalid_argument("two output tensors share memory; give each its own"));
         }
+        let overlap = !in_place && inputs_need_copy(desc, rank);
+        buffers.staged_memory = StagedMemory::new(desc, overlap || shared)?.map(Box::new);
         for tensor in desc.outputs.pieces() {
             refuse_self_overlap(tensor)?;
             // In place, the outputs hold the contribution and are packed with their contents. If two outputs share
@@ -87,7 +91,6 @@ impl Buffers {
             buffers.prepare_in_place(desc, premul)?;
             return Ok(buffers);
         }
-        let overlap = inputs_need_copy(desc, rank);
         for tensor in desc.inputs.pieces() {
             if let Some(base) = buffers.place_staged(tensor) {
                 buffers.inputs.push(base);
@@ -200,6 +203,14 @@ impl Buffers {
         self.staged_memory.is_some()
     }
 
+    pub(crate) fn has_overlap(&self) -> bool {
+        self.staged_memory.as_deref().is_some_and(StagedMemory::has_overlap)
+    }
+
+    pub(crate) fn meeting(&self) -> Option<&Arc<dyn Meeting>> {
+        self.meeting.as_ref()
+    }
+
     /// Begins to copy in what a plan needs of tensors that only external operations can access.
     ///
     /// # Errors
@@ -215,13 +226,17 @@ impl Buffers {
         Ok(())
     }
 
-    /// Begins to copy in the tensor of a message, if only external operations can access it. Returns the bytes of a slot
-    /// of its ring; `None` for any other message.
+    /// Begins to copy in the tensor of a message, if only external operations can access it.
     ///
     /// # Errors
     /// The errors of [`crate::call::Staging::copy_in`].
-    pub(super) fn begin_message(&mut self, desc: &CallDesc) -> Result<Option<u64>> {
-        self.staged_memory.as_deref_mut().map(|staged_memory| staged_memory.begin_message(desc)).transpose()
+    pub(crate) fn begin_message(&mut self, desc: &CallDesc) -> Result<()> {
+        self.staged_memory.as_deref_mut().map_or(Ok(()), |staged_memory| staged_memory.begin_message(desc))
+    }
+
+    /// Returns the bytes of a slot of the ring of a staged message.
+    pub(super) fn ring_slot(&self) -> Option<u64> {
+        self.staged_memory.as_deref().map(StagedMemory::ring_slot)
     }
 
     /// Begins an external operation of the plan. Returns `None` if this call has no work for it.
@@ -289,6 +304,7 @@ impl Buffers {
             outputs: self.outputs.clone(),
             staging: self.staging.clone(),
             staged_memory: self.staged_memory.as_deref().map(|memory| Box::new(memory.share())),
+            meeting: self.meeting.clone(),
             ..Self::default()
         }
     }

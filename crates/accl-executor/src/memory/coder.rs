@@ -13,7 +13,7 @@ use accl_types::{Dtype, Moment, Rank, ReduceOp};
 use super::buffers::Buffers;
 use super::error_probe::{ErrorProbe, Sample};
 use super::tile::TileHead;
-use crate::call::{CallDesc, Codecs, Encoding, Probe, Residuals, TILE_HEADER_BYTES, Wake};
+use crate::call::{CallDesc, Codecs, Encoding, Probe, Residuals, TILE_HEADER_BYTES};
 use crate::plan::{Coded, Combination, Operand, Region};
 
 /// Settings and work memory with which one call encodes and decodes.
@@ -72,14 +72,16 @@ impl Coder {
         Self { probe: Some(probe), ..self }
     }
 
-    /// Fills the sample of a measured call: see [`ErrorProbe::fill_sample`].
-    pub(crate) fn fill_sample(&mut self, buffers: &Buffers, wake: &Wake) -> bool {
-        self.probe.as_mut().is_none_or(|probe| probe.fill_sample(buffers, wake))
+    /// Returns whether the call has a sample.
+    pub(crate) fn has_sample(&self) -> bool {
+        self.probe.as_ref().is_some_and(ErrorProbe::has_sample)
     }
 
-    /// Returns whether [`Coder::fill_sample`] has to be called again.
-    pub(crate) fn has_news(&self) -> bool {
-        self.probe.as_ref().is_some_and(ErrorProbe::has_news)
+    /// Fills the sample of a measured call: see [`ErrorProbe::fill_sample`].
+    pub(crate) fn fill_sample(&self, buffers: &Buffers) {
+        if let Some(probe) = &self.probe {
+            probe.fill_sample(buffers);
+        }
     }
 
     /// Reports the measurements when the call is done.

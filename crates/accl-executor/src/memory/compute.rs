@@ -4,6 +4,7 @@
 //! decides when each is due.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use accl_kernels::Reducer;
 use accl_schedule::{Finish, Order};
@@ -12,7 +13,7 @@ use smallvec::SmallVec;
 
 use super::buffers::Buffers;
 use super::coder::{Coder, InFrames, TileMemory};
-use crate::call::{CallDesc, ExternalHandle, Stopwatch, Wake};
+use crate::call::{CallDesc, ExternalHandle, Meeting, Stopwatch, Wake};
 use crate::plan::{Coded, Combination, ExternalStep, PlanOpKind, Region};
 
 /// Memory and arithmetic of one call.
@@ -110,16 +111,27 @@ impl Compute {
         self.buffers.begin_external(step, wake)
     }
 
-    /// Fills the sample of a measured call whose tensors have been copied in. Returns whether this part of the call may
-    /// use it; otherwise `wake` is called when [`Compute::fill_sample`] has to be called again.
-    pub(crate) fn fill_sample(&mut self, wake: &Wake) -> bool {
-        let buffers = &self.buffers;
-        self.coder.as_mut().is_none_or(|coder| coder.fill_sample(buffers, wake))
+    /// Returns whether something may happen only when all parts of the call have copied in their bytes: the sample is
+    /// taken from them, or results are written over them.
+    pub(crate) fn needs_all_parts_in(&self) -> bool {
+        self.has_overlap() || self.coder.as_ref().is_some_and(|coder| coder.has_sample())
     }
 
-    /// Returns whether [`Compute::fill_sample`] has to be called again.
-    pub(crate) fn has_sample_news(&self) -> bool {
-        self.coder.as_ref().is_some_and(|coder| coder.has_news())
+    /// Returns whether tensors that are copied out share memory with tensors that are copied in.
+    pub(crate) fn has_overlap(&self) -> bool {
+        self.buffers.has_overlap()
+    }
+
+    /// Returns where the parts of the call meet, if it has several.
+    pub(crate) fn meeting(&self) -> Option<&Arc<dyn Meeting>> {
+        self.buffers.meeting()
+    }
+
+    /// Fills the sample of a measured call whose tensors have been copied in, if this part has it.
+    pub(crate) fn fill_sample(&self) {
+        if let Some(coder) = &self.coder {
+            coder.fill_sample(&self.buffers);
+        }
     }
 
     /// Returns the memory of the call, to be changed before the call begins.

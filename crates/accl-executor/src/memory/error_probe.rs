@@ -20,7 +20,7 @@ use accl_types::{Collective, Dtype, Elems, Result};
 use super::buffers::Buffers;
 use super::storage::Storage;
 use crate::call::{
-    Blocks, CallDesc, Encoded, Encoding, Figures, Gather, Keeps, Measured, Probe, Statistics, TensorDesc, Wake,
+    Blocks, CallDesc, Encoded, Encoding, Figures, Gather, Keeps, Measured, Probe, Statistics, TensorDesc,
 };
 
 /// Maximum elements of a run.
@@ -157,8 +157,6 @@ pub(crate) struct ErrorProbe {
     sample: Option<Sample>,
     /// Memory of the additional tensor, kept alive as long as this part may access it.
     rooms: Option<Arc<dyn Keeps>>,
-    /// Whether this part has recorded that its bytes were copied in.
-    is_copied_in: bool,
     figures: Figures,
 }
 
@@ -178,34 +176,19 @@ impl ErrorProbe {
         let rows = vec![Measured { calls: u64::from(is_first), ..Measured::default() }; tensors];
         let gathered = probe.gathered.clone().map(|gathered| (gathered, is_first));
         let figures = Figures { rows, squares: vec![[0.0; 2]; tensors] };
-        Self { stats: probe.stats.clone(), gathered, sample, rooms: probe.rooms.clone(), is_copied_in: false, figures }
+        Self { stats: probe.stats.clone(), gathered, sample, rooms: probe.rooms.clone(), figures }
     }
 
-    /// Fills the sample of a call once its tensors have been copied in. Of a call in parts, the first part does this when
-    /// all parts have their bytes. Returns whether this part may use the sample. Otherwise `wake` is called later.
-    pub(crate) fn fill_sample(&mut self, buffers: &Buffers, wake: &Wake) -> bool {
-        let Some(sample) = self.rooms.as_ref().map(|_| &self.sample) else { return true };
-        let take = || sample.iter().for_each(|sample| sample.take(buffers));
-        let Some((gathered, is_first)) = &self.gathered else {
-            take();
-            return true;
-        };
-        if !std::mem::replace(&mut self.is_copied_in, true) {
-            gathered.note_copied_in(wake);
-        }
-        if *is_first && !gathered.is_filled() && gathered.are_copied_in() {
-            take();
-            gathered.note_filled();
-        }
-        gathered.is_filled()
+    /// Returns whether the call has a sample, which this part or another one fills.
+    pub(crate) fn has_sample(&self) -> bool {
+        self.rooms.is_some()
     }
 
-    /// Returns whether [`ErrorProbe::fill_sample`] has to be called again.
-    pub(crate) fn has_news(&self) -> bool {
-        let news = |(gathered, is_first): &(Arc<dyn Gather>, bool)| {
-            gathered.is_filled() || *is_first && gathered.are_copied_in()
-        };
-        self.gathered.as_ref().is_some_and(news)
+    /// Fills the sample of a call whose tensors have been copied in, if this part has it.
+    pub(crate) fn fill_sample(&self, buffers: &Buffers) {
+        if let Some(sample) = &self.sample {
+            sample.take(buffers);
+        }
     }
 
     /// Returns the figures of a tensor; `None` for the additional tensor.

@@ -16,6 +16,8 @@ pub(crate) struct MessageMemory {
     buffers: Buffers,
     total: u64,
     ring: Option<Ring>,
+    /// Why the copies cannot go on.
+    failure: Option<Error>,
 }
 
 /// A ring through which the bytes of a message pass, a slot at a time.
@@ -41,20 +43,20 @@ impl Ring {
 }
 
 impl MessageMemory {
-    /// Creates the memory of a call, and begins to copy in its tensor if that is needed. `buffers` were prepared for
-    /// that call, and `tensor` is its tensor. `wake` is called when the copies go on.
+    /// Creates the memory of a call. `buffers` were prepared for that call, and `tensor` is its tensor. `wake` is called
+    /// when the copies go on.
     ///
     /// # Errors
-    /// The errors of [`crate::call::Staging::copy_in`]. `Internal` if a ring has no room for a frame of `segment` bytes.
+    /// `Internal` if a ring has no room for a frame of `segment` bytes.
     pub(crate) fn new(
-        mut buffers: Buffers,
+        buffers: Buffers,
         desc: &CallDesc,
         tensor: &TensorDesc,
         segment: u64,
         wake: impl FnOnce() -> Wake,
     ) -> Result<Self> {
         let is_send = desc.collective == Collective::Send;
-        let slot = buffers.begin_message(desc)?.filter(|_| tensor.len_bytes() > 0);
+        let slot = buffers.ring_slot().filter(|_| tensor.len_bytes() > 0);
         if let Some(slot) = slot.filter(|slot| slot * (RING_SLOTS - 1) < segment.min(tensor.len_bytes())) {
             let text = format!("the ring of a staged message has slots of {slot} bytes, for frames of {segment}");
             return Err(Error::internal(text));
@@ -63,7 +65,7 @@ impl MessageMemory {
             let ready = if is_send { RING_SLOTS.min(tensor.len_bytes().div_ceil(slot)) as u32 } else { 0 };
             Ring { slot, is_send, ready, handle: None, wake: Some(wake()) }
         });
-        let mut memory = Self { buffers, total: tensor.len_bytes(), ring };
+        let mut memory = Self { buffers, total: tensor.len_bytes(), ring, failure: None };
         if is_send {
             memory.begin_copies(ExternalStep::CopyIn);
         }
@@ -112,7 +114,9 @@ impl MessageMemory {
             self.begin_copies(ExternalStep::CopyOut);
         }
         if let Some(handle) = self.ring.as_ref().and_then(|ring| ring.handle.as_ref()) {
-            handle.set_ready(ready);
+            let step = self.step();
+            let failed = handle.set_ready(ready).err().map(|why| step.failure(handle.name(), why));
+            self.failure = self.failure.take().or(failed);
         }
     }
 
@@ -121,9 +125,12 @@ impl MessageMemory {
     /// # Errors
     /// The failure of the worker.
     pub(crate) fn has_ended(&self) -> Result<bool> {
+        if let Some(failure) = &self.failure {
+            return Err(failure.clone());
+        }
         let Some(ring) = &self.ring else { return Ok(true) };
         let Some(handle) = &ring.handle else { return Ok(false) };
-        let step = if ring.is_send { ExternalStep::CopyIn } else { ExternalStep::CopyOut };
+        let step = self.step();
         match handle.state() {
             ExternalState::UnderWay => Ok(false),
             ExternalState::Done => Ok(true),
@@ -153,9 +160,8 @@ impl MessageMemory {
     /// Describes the copy in flight, for messages.
     pub(crate) fn external_under_way(&self) -> Option<String> {
         let ring = self.ring.as_ref()?;
-        let step = if ring.is_send { ExternalStep::CopyIn } else { ExternalStep::CopyOut };
         let handle = ring.handle.as_ref().filter(|handle| !handle.has_ended())?;
-        Some(step.describe(handle.name()))
+        Some(self.step().describe(handle.name()))
     }
 
     /// Describes the copy in flight, if the message waits for it rather than for its peer.
@@ -163,6 +169,11 @@ impl MessageMemory {
         let ring = self.ring.as_ref()?;
         let owes = ring.made() < u64::from(ring.ready) || ring.made() == ring.whole_slots(self.total, self.total);
         self.external_under_way().filter(|_| owes)
+    }
+
+    fn step(&self) -> ExternalStep {
+        let is_send = self.ring.as_ref().is_some_and(|ring| ring.is_send);
+        if is_send { ExternalStep::CopyIn } else { ExternalStep::CopyOut }
     }
 
     fn handle(&self) -> Option<&ExternalHandle> {

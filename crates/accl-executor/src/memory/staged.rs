@@ -6,7 +6,7 @@
 use std::any::Any;
 use std::sync::Arc;
 
-use accl_types::{Collective, Elems, ReduceOp, Result};
+use accl_types::{Collective, Dtype, Elems, ReduceOp, Result};
 
 use super::storage::Storage;
 use crate::call::{AfterCopy, CallDesc, External, ExternalCopies, ExternalCopy, MemoryKind, Staging, TensorDesc};
@@ -29,21 +29,24 @@ pub(crate) struct StagedMemory {
     storage: Arc<Storage>,
     base: *mut u8,
     next: u64,
+    /// Whether outputs share memory with inputs or with each other.
+    has_overlap: bool,
     copies: Option<Copies>,
 }
 
 /// Copies of one part of a call, and their workers.
 struct Copies {
     copy_in: Option<(Arc<dyn External>, ExternalCopies)>,
-    copy_out: Vec<ExternalCopy>,
+    copy_out: Option<(Arc<dyn External>, ExternalCopies)>,
 }
 
 impl StagedMemory {
-    /// Allocates memory for the staged tensors of a call; `None` if there are none.
+    /// Allocates memory for the staged tensors of a call; `None` if there are none. `has_overlap` says whether outputs
+    /// share memory with inputs or with each other.
     ///
     /// # Errors
     /// `Exhausted` if there is no memory. `Unsupported` if the operator scales tensors and their dtype has no product.
-    pub(crate) fn new(desc: &CallDesc) -> Result<Option<Self>> {
+    pub(crate) fn new(desc: &CallDesc, has_overlap: bool) -> Result<Option<Self>> {
         let Some(staging) = desc.staging.as_ref().filter(|_| desc.is_staged()) else { return Ok(None) };
         if let Some(after) = scale(desc) {
             // The dtype is checked before anything begins.
@@ -55,12 +58,10 @@ impl StagedMemory {
         if desc.collective.is_point_to_point() {
             total = total.min(RING_SLOTS * slot_bytes(&**staging));
         }
-        let mut storage = match staging.lend(total as usize)? {
-            Some(lent) => Storage::lent(lent),
-            None => Storage::new(total as usize)?,
-        };
-        let base = storage.ptr();
-        Ok(Some(Self { staging: staging.clone(), storage: Arc::new(storage), base, next: 0, copies: None }))
+        let lent = if total > 0 { staging.lend(total as usize)? } else { None };
+        let mut storage = lent.map_or_else(|| Storage::new(total as usize), |lent| Ok(Storage::lent(lent)))?;
+        let (staging, base) = (staging.clone(), storage.ptr());
+        Ok(Some(Self { staging, storage: Arc::new(storage), base, next: 0, has_overlap, copies: None }))
     }
 
     /// Returns the address of the host memory for the next tensor.
@@ -78,7 +79,15 @@ impl StagedMemory {
     /// Returns the same memory for another part of the call.
     pub(crate) fn share(&self) -> Self {
         let (staging, storage) = (self.staging.clone(), self.storage.clone());
-        Self { staging, storage, base: self.base, next: self.next, copies: None }
+        Self { staging, storage, base: self.base, next: self.next, has_overlap: self.has_overlap, copies: None }
+    }
+
+    pub(super) fn has_overlap(&self) -> bool {
+        self.has_overlap
+    }
+
+    pub(super) fn ring_slot(&self) -> u64 {
+        slot_bytes(&*self.staging)
     }
 
     /// Describes the copies of a plan, and begins to copy in. `host` returns the host memory of a piece: of an output,
@@ -99,55 +108,56 @@ impl StagedMemory {
                 Side::Outputs => desc.outputs.pieces(),
             };
             let tensor = tensor[*piece as usize].clone();
-            let elems = Elems((range.end - range.start) / tensor.dtype.size_bytes() as u64);
             let bytes = host(side, *piece).wrapping_add(range.start as usize);
-            ExternalCopy { piece: *piece, at: range.start, host: TensorDesc::dense(bytes, tensor.dtype, elems), tensor }
+            let host = TensorDesc::dense(bytes, Dtype::U8, Elems(range.end - range.start));
+            ExternalCopy { piece: *piece, at: range.start, host, tensor }
         };
-        let copies: Vec<_> = plan.copy_in.iter().map(|segment| copy(side_in, segment)).collect();
-        let copy_in = match copies.is_empty() {
+        let copy_in: Vec<_> = plan.copy_in.iter().map(|segment| copy(side_in, segment)).collect();
+        let copy_out = plan.copy_out.iter().map(|segment| copy(Side::Outputs, segment)).collect();
+        let ready = copy_in.len();
+        self.begin_with(copy_in, ready, scale(desc), copy_out)
+    }
+
+    fn begin_with(
+        &mut self,
+        copy_in: Vec<ExternalCopy>,
+        ready: usize,
+        after: Option<AfterCopy>,
+        copy_out: Vec<ExternalCopy>,
+    ) -> Result<()> {
+        let copy_in = match copy_in.is_empty() {
             true => None,
             false => {
-                let by = self.staging.copy_in(&copies, copies.len(), &self.keeps())?;
-                Some((by, ExternalCopies { ready: copies.len() as u32, copies, after: scale(desc) }))
+                let by = self.staging.copy_in(&copy_in, ready, &self.keeps())?;
+                Some((by, ExternalCopies { copies: copy_in, ready: ready as u32, after }))
             }
         };
-        let copy_out = plan.copy_out.iter().map(|segment| copy(Side::Outputs, segment)).collect();
+        let copies = ExternalCopies { copies: copy_out, ..ExternalCopies::default() };
+        let copy_out = (!copies.copies.is_empty()).then(|| (self.staging.copy_out(), copies));
         self.copies = Some(Copies { copy_in, copy_out });
         Ok(())
     }
 
-    /// Describes the copies of a message, and begins to copy in. Returns the bytes of a slot of the ring.
+    /// Describes the copies of a message, and begins to copy in.
     ///
     /// # Errors
     /// The errors of [`Staging::copy_in`].
-    pub(super) fn begin_message(&mut self, desc: &CallDesc) -> Result<u64> {
-        let slot = slot_bytes(&*self.staging);
+    pub(super) fn begin_message(&mut self, desc: &CallDesc) -> Result<()> {
+        let slot = self.ring_slot();
         let is_send = desc.collective == Collective::Send;
         let blocks = if is_send { &desc.inputs } else { &desc.outputs };
         let copies = blocks.pieces().iter().take(1).flat_map(|tensor| {
             (0..tensor.len_bytes().div_ceil(slot)).map(|index| {
                 let at = index * slot;
-                let elems = slot.min(tensor.len_bytes() - at) / tensor.dtype.size_bytes() as u64;
                 let host = self.base.wrapping_add((index % RING_SLOTS * slot) as usize);
-                ExternalCopy {
-                    piece: 0,
-                    tensor: tensor.clone(),
-                    at,
-                    host: TensorDesc::dense(host, tensor.dtype, Elems(elems)),
-                }
+                let host = TensorDesc::dense(host, Dtype::U8, Elems(slot.min(tensor.len_bytes() - at)));
+                ExternalCopy { piece: 0, tensor: tensor.clone(), at, host }
             })
         });
         let copies: Vec<_> = copies.collect();
         let ready = copies.len().min(RING_SLOTS as usize);
-        self.copies = Some(match is_send {
-            true => {
-                let by = self.staging.copy_in(&copies, ready, &self.keeps())?;
-                let copies = ExternalCopies { copies, ready: ready as u32, after: None };
-                Copies { copy_in: Some((by, copies)), copy_out: Vec::new() }
-            }
-            false => Copies { copy_in: None, copy_out: copies },
-        });
-        Ok(slot)
+        let (copy_in, copy_out) = if is_send { (copies, Vec::new()) } else { (Vec::new(), copies) };
+        self.begin_with(copy_in, ready, None, copy_out)
     }
 
     /// Takes the worker and the copies of the copy-in.
@@ -157,8 +167,7 @@ impl StagedMemory {
 
     /// Takes the worker and the copies of the copy-out, of which none may be made yet.
     pub(crate) fn take_copy_out(&mut self) -> Option<(Arc<dyn External>, ExternalCopies)> {
-        let copies = std::mem::take(&mut self.copies.as_mut()?.copy_out);
-        Some((self.staging.copy_out(), ExternalCopies { copies, ..ExternalCopies::default() }))
+        self.copies.as_mut()?.copy_out.take()
     }
 }
 
@@ -178,7 +187,7 @@ fn scale(desc: &CallDesc) -> Option<AfterCopy> {
     }
     let (dtype, factor) = (desc.dtype, desc.factor);
     Some(Arc::new(move |copies: &[ExternalCopy]| {
-        let hosts = copies.iter().map(|copy| (copy.host.ptr, copy.host.count_elems() as usize));
+        let hosts = copies.iter().map(|copy| (copy.host.ptr, copy.host.len_bytes() as usize / dtype.size_bytes()));
         // Without copies, only the dtype is checked.
         let hosts = hosts.chain(copies.is_empty().then_some((std::ptr::dangling_mut(), 0)));
         for (host, elems) in hosts {

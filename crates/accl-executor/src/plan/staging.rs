@@ -132,13 +132,16 @@ impl StagedCopies {
         for (index, op) in (0..).zip(ops) {
             sides.touched(op, |touch| {
                 let memory = sides.memory(touch.extent);
-                if sides.holds_contents(touch.extent.buf) {
-                    // The sample is taken from contributions, so nothing is written over them before that.
-                    let awaits_sample = memory == PieceMemory::Sample || touch.is_write && has_sample;
-                    if awaits_sample {
-                        needs[index as usize]
-                            .push(Mark { at: first_unit(op, touch.at, key.elem_bytes), segment: sample });
-                    }
+                let holds_contents = sides.holds_contents(touch.extent.buf);
+                // The sample is taken from contributions, so nothing is written over them before that. Outputs in host
+                // memory may be contributions as well.
+                let is_host_output = touch.extent.buf == Buf::Out && memory != PieceMemory::Device;
+                let may_overwrite = touch.is_write && (holds_contents || is_host_output);
+                if holds_contents && memory == PieceMemory::Sample || has_sample && may_overwrite {
+                    let at = first_unit(op, touch.at, key.elem_bytes);
+                    needs[index as usize].push(Mark { at, segment: sample });
+                }
+                if holds_contents {
                     // A write waits, too: a copy-in that comes later would overwrite it.
                     for (segment, bytes) in overlaps(&copy_in, touch.extent) {
                         let at = first_unit(op, touch.at + bytes.start, key.elem_bytes);
@@ -150,7 +153,7 @@ impl StagedCopies {
                     for (segment, bytes) in overlaps(&copy_out, touch.extent) {
                         let at = units_to(op, touch.at + bytes.end, key.elem_bytes);
                         let of_segment = &mut writers[segment as usize];
-                        match of_segment.iter_mut().find(|writer| writer.op == index) {
+                        match of_segment.last_mut().filter(|writer| writer.op == index) {
                             Some(writer) => writer.at = writer.at.max(at),
                             None => of_segment.push(Writer { op: index, at }),
                         }

@@ -19,10 +19,12 @@ impl P2p {
         if !message.memory.is_staged() {
             return self.end(message);
         }
-        *self.count_of(message.peer) -= 1;
+        if !message.is_private {
+            *self.count_of(message.peer) -= 1;
+        }
         self.copying.push(message);
-        // The copies may have ended before.
-        self.has_news.store(true, Ordering::Relaxed);
+        // The copies may have ended before. Release and acquire: their news is not lost if this comes later.
+        self.has_news.swap(true, Ordering::AcqRel);
     }
 
     /// Returns what a worker calls when the copies of a staged message have gone on. `wake` wakes the driver.
@@ -30,7 +32,7 @@ impl P2p {
         let (has_news, wake) = (self.has_news.clone(), wake.clone());
         Arc::new(move || {
             // Release: the pass that takes the news sees the progress of the copies.
-            has_news.store(true, Ordering::Release);
+            has_news.swap(true, Ordering::AcqRel);
             wake();
         })
     }
@@ -64,6 +66,7 @@ impl P2p {
         self.copying = copying;
         for message in over {
             self.calls.remove(&message.call.seq);
+            self.private -= usize::from(message.is_private);
             if let Some(deadline) = message.deadline {
                 self.deadlines.remove(&(deadline, message.call.seq));
             }

@@ -1,0 +1,18 @@
+//! Tensors of accelerators, such as GPUs, in the calls of the engine.
+//!
+//! torch copies such tensors to pinned host memory and back on side streams, and the engine's calls stream behind these
+//! copies. `streams` is the contract that torch's side has to keep. `staging` and `copies` enqueue the copies of one call,
+//! and `worker` is the thread that follows all of them. `pinned` keeps pinned memory for later calls. No stream and no kernel ever waits for
+//! another rank: the host does, by events. Read [`Accelerators`] first.
+
+#![forbid(unsafe_code)]
+
+mod copies;
+mod pinned;
+mod staging;
+mod streams;
+mod worker;
+
+pub use pinned::PinnedCounts;
+pub use staging::Accelerators;
+pub use streams::{CallStreams, Direction, Pinning, StreamCopy, StreamEvent};

@@ -1,0 +1,75 @@
+//! Contract of the code that copies on the streams of an accelerator. In the product, the shim keeps it with torch's
+//! streams, events and pinned memory.
+//!
+//! This module owns nothing else. Read [`CallStreams`] first.
+
+use std::fmt;
+
+use accl_engine::LentMemory;
+use accl_types::Result;
+
+/// Direction of a copy, as the host sees it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Direction {
+    /// From a tensor to host memory.
+    In,
+    /// From host memory to a tensor.
+    Out,
+}
+
+/// One copy between a tensor and host memory.
+#[derive(Clone, Copy, Debug)]
+pub struct StreamCopy {
+    /// Direction of the copy.
+    pub direction: Direction,
+    /// Index of the tensor: see [`accl_engine::ExternalCopy::piece`].
+    pub piece: u32,
+    /// First byte of the tensor's elements in row-major order.
+    pub at: u64,
+    /// Address of the host memory.
+    pub host: *mut u8,
+    /// Number of bytes.
+    pub len_bytes: u64,
+    /// Whether the host memory is pinned. If not, the copy blocks until it is made.
+    pub is_pinned: bool,
+}
+
+/// The tensors of one call, and the side streams on which they are copied.
+///
+/// The tensors live until this value is dropped, which may happen on any thread. The first copy in waits for the work
+/// that the caller's stream had when the call was issued.
+pub trait CallStreams: Send + fmt::Debug {
+    /// Returns the name of the device, for messages, such as `cuda:0`.
+    fn device(&self) -> String;
+
+    /// Enqueues a copy and returns. The memory must stay until an event that is recorded later has come.
+    ///
+    /// # Errors
+    /// `Device` if the device does not take the copy, for example because its context is broken.
+    fn copy(&mut self, copy: StreamCopy) -> Result<()>;
+
+    /// Records an event behind the copies in this direction.
+    ///
+    /// # Errors
+    /// `Device` as for [`CallStreams::copy`].
+    fn record(&mut self, direction: Direction) -> Result<Box<dyn StreamEvent>>;
+
+    /// Called once, when the last copy to the tensors is enqueued, or will not be. From then on, work that is enqueued
+    /// behind the last event sees the results.
+    fn issued(&mut self) {}
+}
+
+/// Point in a stream.
+pub trait StreamEvent: Send + fmt::Debug {
+    /// Returns whether the device has come to the event. Never blocks.
+    ///
+    /// # Errors
+    /// `Device` if the device has failed, so that the event will never come.
+    fn has_come(&self) -> Result<bool>;
+}
+
+/// Allocator of host memory from which and to which a device copies without the processor.
+pub trait Pinning: Send + Sync + fmt::Debug {
+    /// Returns pinned memory; `None` if this system cannot pin so much.
+    fn allocate(&self, len_bytes: usize) -> Option<LentMemory>;
+}

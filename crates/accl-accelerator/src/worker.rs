@@ -1,0 +1,230 @@
+//! The thread that follows the copies of all calls: it sees events come, reports arrived bytes, and enqueues copies back.
+//!
+//! This module owns when the thread asks for events and when it sleeps. Nothing wakes it when an event comes, so it asks:
+//! without a pause for 50 us after anything has happened, and then after pauses that grow with the time it has waited. A
+//! call behind long computing therefore costs a number of polls that grows with the logarithm of its time. `staging`
+//! owns the copies of a call. Read [`Follower`] first.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread::{JoinHandle, Thread};
+use std::time::{Duration, Instant};
+
+use accl_engine::ExternalTask;
+use accl_types::Error;
+use parking_lot::Mutex;
+
+use crate::copies::{Copier, Issued};
+use crate::pinned::PinnedMemory;
+
+/// Time for which the thread polls without a pause after something has happened.
+const SPIN: Duration = Duration::from_micros(50);
+
+/// Part of the time waited so far by which an event may be seen late.
+const LATENESS: u32 = 16;
+
+/// Longest pause between two polls.
+const LONGEST_PAUSE: Duration = Duration::from_millis(10);
+
+/// Copies to follow, with the task that they belong to; `None` for a call that was refused.
+pub(crate) struct Job {
+    pub(crate) task: Option<ExternalTask>,
+    pub(crate) copier: Copier,
+    pub(crate) issued: Issued,
+}
+
+/// The thread, and what it is given.
+#[derive(Debug)]
+pub(crate) struct Follower {
+    pinned: Arc<PinnedMemory>,
+    inbox: Mutex<Inbox>,
+    /// Set when there is something new for the thread.
+    is_woken: AtomicBool,
+    polls: AtomicU64,
+}
+
+#[derive(Default)]
+struct Inbox {
+    jobs: Vec<Job>,
+    thread: Option<JoinHandle<()>>,
+    is_closed: bool,
+}
+
+impl std::fmt::Debug for Inbox {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Inbox").field("jobs", &self.jobs.len()).finish_non_exhaustive()
+    }
+}
+
+impl Follower {
+    pub(crate) fn new(pinned: Arc<PinnedMemory>) -> Arc<Self> {
+        let (inbox, is_woken, polls) = Default::default();
+        Arc::new(Self { pinned, inbox, is_woken, polls })
+    }
+
+    pub(crate) fn polls(&self) -> u64 {
+        self.polls.load(Ordering::Relaxed)
+    }
+
+    /// Follows copies. Does not block. If there is no thread, their call fails.
+    pub(crate) fn follow(self: &Arc<Self>, job: Job) {
+        let mut inbox = self.inbox.lock();
+        if inbox.is_closed {
+            drop(inbox);
+            return refuse(job, "the process exits");
+        }
+        if inbox.thread.is_none() {
+            let me = self.clone();
+            match std::thread::Builder::new().name("accl-accelerator".to_owned()).spawn(move || me.run()) {
+                Ok(thread) => inbox.thread = Some(thread),
+                Err(error) => {
+                    drop(inbox);
+                    return refuse(job, &format!("no thread for the copies: {error}"));
+                }
+            }
+        }
+        inbox.jobs.push(job);
+        let thread = inbox.thread.as_ref().map(|thread| thread.thread().clone());
+        drop(inbox);
+        self.unpark(thread.as_ref());
+    }
+
+    /// Makes the thread look at all jobs. Does not block.
+    pub(crate) fn wake(&self) {
+        let thread = self.inbox.lock().thread.as_ref().map(|thread| thread.thread().clone());
+        self.unpark(thread.as_ref());
+    }
+
+    fn unpark(&self, thread: Option<&Thread>) {
+        // Release: the thread that takes the flag sees what happened before.
+        if !self.is_woken.swap(true, Ordering::Release)
+            && let Some(thread) = thread
+        {
+            thread.unpark();
+        }
+    }
+
+    /// Ends the thread, and waits for that.
+    pub(crate) fn close(&self) {
+        let thread = {
+            let mut inbox = self.inbox.lock();
+            inbox.is_closed = true;
+            inbox.thread.take()
+        };
+        let Some(thread) = thread else { return };
+        self.is_woken.store(true, Ordering::Release);
+        thread.thread().unpark();
+        // A thread that has panicked has dropped its tasks, and their calls have failed.
+        let _ = thread.join();
+    }
+
+    fn run(&self) {
+        let mut jobs: Vec<Job> = Vec::new();
+        let mut last = Instant::now();
+        loop {
+            let is_woken = self.is_woken.swap(false, Ordering::Acquire);
+            if is_woken {
+                let mut inbox = self.inbox.lock();
+                jobs.append(&mut inbox.jobs);
+                if inbox.is_closed {
+                    break;
+                }
+            }
+            self.polls.fetch_add(1, Ordering::Relaxed);
+            let mut has_moved = is_woken;
+            jobs = jobs.into_iter().filter_map(|job| job.turn(&mut has_moved)).collect();
+            if is_woken {
+                self.pinned.free_excess();
+            }
+            if has_moved {
+                last = Instant::now();
+            } else if jobs.iter().all(|job| job.issued.events.is_empty()) {
+                // Nothing can happen by itself.
+                std::thread::park();
+            } else {
+                pause(last.elapsed());
+            }
+        }
+        for job in jobs {
+            refuse(job, "the process exits");
+        }
+    }
+}
+
+/// Waits after nothing has happened for `idle`.
+fn pause(idle: Duration) {
+    if idle < SPIN {
+        std::thread::yield_now();
+    } else {
+        std::thread::park_timeout((idle / LATENESS).clamp(SPIN / 2, LONGEST_PAUSE));
+    }
+}
+
+/// Fails the call of a job that is not followed. Its memory is kept for ever if copies may be in flight.
+fn refuse(job: Job, why: &str) {
+    job.copier.give_up();
+    let Job { task, issued, .. } = job;
+    match (task, issued.events.is_empty()) {
+        (Some(task), true) => task.fail(why),
+        (Some(task), false) => {
+            task.abandon(Error::device(format!("copies of the device may still be in flight: {why}")));
+            std::mem::forget(issued);
+        }
+        (None, _) => std::mem::forget(issued),
+    }
+}
+
+impl Job {
+    /// Reports copies that have been made, and enqueues copies that are ready. Returns the job unless it is over.
+    fn turn(mut self, has_moved: &mut bool) -> Option<Self> {
+        let before = (self.issued.count, self.issued.events.len());
+        let made = self.take_events();
+        let Some(task) = &self.task else {
+            *has_moved |= self.issued.events.len() != before.1;
+            return (!self.issued.events.is_empty()).then_some(self);
+        };
+        if let Some(made) = made {
+            task.note_made(made);
+        }
+        let ready = task.ready_copies();
+        if self.issued.failure.is_none() && !task.is_cancelled() && ready > self.issued.count {
+            self.issued.failure = self.copier.issue(task.copies(), ready, &mut self.issued).err();
+        }
+        *has_moved |= before != (self.issued.count, self.issued.events.len());
+        let is_over = self.issued.failure.is_some() || task.is_cancelled() || task.made_copies() == task.copies().len();
+        if !is_over || !self.issued.events.is_empty() {
+            return Some(self);
+        }
+        *has_moved = true;
+        self.copier.give_up();
+        let Self { task, issued: Issued { failure, has_unknown, .. }, .. } = self;
+        let task = task?;
+        match failure {
+            // No event shows when these copies have been made.
+            Some(error) if has_unknown => task.abandon(error),
+            Some(error) => task.fail_with(error),
+            None if task.is_cancelled() => drop(task),
+            None => task.done(),
+        }
+        None
+    }
+
+    /// Takes the events that have come. Returns the number of copies that they end.
+    fn take_events(&mut self) -> Option<usize> {
+        let mut made = None;
+        while let Some((count, event)) = self.issued.events.front() {
+            match event.has_come() {
+                Ok(true) => made = Some(*count),
+                Ok(false) => break,
+                // None of the events of a failed device will come, and it writes nothing any more.
+                Err(error) => {
+                    self.issued.failure.get_or_insert(error);
+                    self.issued.events.clear();
+                    break;
+                }
+            }
+            self.issued.events.pop_front();
+        }
+        made
+    }
+}

@@ -1,0 +1,376 @@
+//! Calls whose tensors lie on a stand-in for an accelerator, over the engine.
+
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use accl_accelerator::{Accelerators, CallStreams, Direction, Pinning, StreamCopy, StreamEvent};
+use accl_engine::{Blocks, CallDesc, LentMemory, MemoryKind, Mode, TensorDesc, Waited};
+use accl_testkit::{Fabric, Member, World, WorldOptions, finish};
+use accl_types::{Collective, Dtype, Elems, Error, ErrorKind, Rank, Result};
+
+const FABRICS: &[Fabric] = &[Fabric::Loopback(4), Fabric::Shm, Fabric::Tcp];
+const PATIENCE: Duration = Duration::from_secs(20);
+const DEVICE: MemoryKind = MemoryKind::Device { id: 0 };
+
+/// When the streams of the stand-in do their work.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum When {
+    /// A copy is made when it is enqueued.
+    Early,
+    /// A copy is made when an event behind it was asked for twice.
+    Late,
+    /// Copies are made once the test says so.
+    Held,
+    /// The device takes no copies in this direction.
+    Refused(Direction),
+    /// Events in this direction report that the device has failed.
+    Broken(Direction),
+}
+
+/// A stand-in for an accelerator and its streams.
+#[derive(Debug)]
+struct Device {
+    when: When,
+    is_released: AtomicBool,
+    in_flight: AtomicUsize,
+    issued: AtomicUsize,
+}
+
+impl Device {
+    fn new(when: When) -> Arc<Self> {
+        let (is_released, in_flight, issued) = Default::default();
+        Arc::new(Self { when, is_released, in_flight, issued })
+    }
+
+    fn release(&self) {
+        self.is_released.store(true, Ordering::Release);
+    }
+}
+
+type Queue = Arc<Mutex<VecDeque<Pending>>>;
+
+struct Pending {
+    from: *const u8,
+    to: *mut u8,
+    len_bytes: usize,
+    asked: usize,
+}
+
+// SAFETY: the addresses belong to tensors and host memory that the call keeps until the copy is made.
+unsafe impl Send for Pending {}
+
+/// The streams of one call: a queue for each direction.
+struct Streams {
+    device: Arc<Device>,
+    inputs: Vec<usize>,
+    outputs: Vec<usize>,
+    queues: [Queue; 2],
+    enqueued: [usize; 2],
+    has_issued: bool,
+}
+
+impl std::fmt::Debug for Streams {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Streams").finish_non_exhaustive()
+    }
+}
+
+impl CallStreams for Streams {
+    fn device(&self) -> String {
+        "stand-in:0".to_owned()
+    }
+
+    fn copy(&mut self, copy: StreamCopy) -> Result<()> {
+        assert!(!self.has_issued, "a copy is enqueued after the last one");
+        if self.device.when == When::Refused(copy.direction) {
+            return Err(Error::device("its fan has stopped"));
+        }
+        let side = if copy.direction == Direction::In { &self.inputs } else { &self.outputs };
+        let tensor = side[copy.piece as usize] + copy.at as usize;
+        let (from, to) = match copy.direction {
+            Direction::In => (tensor as *const u8, copy.host),
+            Direction::Out => (copy.host.cast_const(), tensor as *mut u8),
+        };
+        let pending = Pending { from, to, len_bytes: copy.len_bytes as usize, asked: 0 };
+        self.enqueued[copy.direction as usize] += 1;
+        if self.device.when == When::Early {
+            pending.make();
+        } else {
+            self.device.in_flight.fetch_add(1, Ordering::Relaxed);
+            self.queues[copy.direction as usize].lock().unwrap().push_back(pending);
+        }
+        Ok(())
+    }
+
+    fn record(&mut self, direction: Direction) -> Result<Box<dyn StreamEvent>> {
+        let (device, queue) = (self.device.clone(), self.queues[direction as usize].clone());
+        let left = queue.lock().unwrap().len();
+        Ok(Box::new(Event { device, direction, queue, left: Mutex::new(left) }))
+    }
+
+    fn issued(&mut self) {
+        if !std::mem::replace(&mut self.has_issued, true) {
+            self.device.issued.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+}
+
+impl Pending {
+    fn make(&self) {
+        // SAFETY: both sides have these bytes, and the call lets no other code access them until it sees the event.
+        unsafe { std::ptr::copy(self.from, self.to, self.len_bytes) };
+    }
+}
+
+struct Event {
+    device: Arc<Device>,
+    direction: Direction,
+    queue: Queue,
+    /// Number of copies before the event that were not made when it was recorded. Events of a stream come in order.
+    left: Mutex<usize>,
+}
+
+impl std::fmt::Debug for Event {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Event").finish_non_exhaustive()
+    }
+}
+
+impl StreamEvent for Event {
+    fn has_come(&self) -> Result<bool> {
+        if self.device.when == When::Broken(self.direction) {
+            return Err(Error::device("an illegal address was accessed"));
+        }
+        if self.device.when == When::Held && !self.device.is_released.load(Ordering::Acquire) {
+            return Ok(false);
+        }
+        let (mut queue, mut left) = (self.queue.lock().unwrap(), self.left.lock().unwrap());
+        while *left > 0 {
+            let Some(first) = queue.front_mut() else { break };
+            first.asked += 1;
+            if first.asked < 2 {
+                return Ok(false);
+            }
+            first.make();
+            queue.pop_front();
+            self.device.in_flight.fetch_sub(1, Ordering::Relaxed);
+            *left -= 1;
+        }
+        Ok(true)
+    }
+}
+
+#[derive(Debug)]
+struct Heap;
+
+impl Pinning for Heap {
+    fn allocate(&self, len_bytes: usize) -> Option<LentMemory> {
+        // Not zeros: bytes that are used before they have arrived are wrong.
+        Some(LentMemory::pageable(vec![0xee; len_bytes].into()))
+    }
+}
+
+fn accelerators() -> Arc<Accelerators> {
+    Accelerators::new(Arc::new(Heap), 64 << 20, 1 << 30)
+}
+
+/// Places the tensors of a call on the device.
+fn on_device(mut desc: CallDesc, accelerators: &Arc<Accelerators>, device: &Arc<Device>) -> CallDesc {
+    let move_all = |blocks: &Blocks| -> Blocks {
+        blocks
+            .iter()
+            .map(|block| block.iter().map(|tensor| tensor.clone().in_memory(DEVICE)).collect::<Vec<_>>())
+            .collect()
+    };
+    let addresses = |blocks: &Blocks| blocks.pieces().iter().map(|tensor| tensor.address() as usize).collect();
+    let streams = Streams {
+        device: device.clone(),
+        inputs: addresses(if desc.inputs.is_empty() { &desc.outputs } else { &desc.inputs }),
+        outputs: addresses(&desc.outputs),
+        queues: Default::default(),
+        enqueued: [0; 2],
+        has_issued: false,
+    };
+    (desc.inputs, desc.outputs) = (move_all(&desc.inputs), move_all(&desc.outputs));
+    desc.staging = Some(accelerators.staging(Box::new(streams)));
+    desc
+}
+
+fn all_reduce(data: &mut [f32], mode: Mode) -> CallDesc {
+    let tensor = TensorDesc::dense(data.as_mut_ptr().cast(), Dtype::F32, Elems(data.len() as u64));
+    CallDesc { outputs: Blocks::of(tensor), mode, ..CallDesc::new(Collective::AllReduce, Dtype::F32) }
+}
+
+fn message(data: &mut [f32], collective: Collective, peer: u32) -> CallDesc {
+    let tensor = TensorDesc::dense(data.as_mut_ptr().cast(), Dtype::F32, Elems(data.len() as u64));
+    let mut desc = CallDesc { peer: Some(Rank(peer)), mode: Mode::Async, ..CallDesc::new(collective, Dtype::F32) };
+    *if collective == Collective::Send { &mut desc.inputs } else { &mut desc.outputs } = Blocks::of(tensor);
+    desc
+}
+
+fn values(rank: usize, count: usize) -> Vec<f32> {
+    (0..count).map(|at| (rank * 3 + at % 11) as f32).collect()
+}
+
+fn sums(world: usize, count: usize) -> Vec<f32> {
+    (0..count).map(|at| (0..world).map(|rank| (rank * 3 + at % 11) as f32).sum()).collect()
+}
+
+fn options(world: u32, fabric: Fabric) -> WorldOptions {
+    WorldOptions::new(world).over(fabric).timeout(PATIENCE)
+}
+
+#[test]
+fn sums_of_tensors_on_an_accelerator_are_those_of_the_host() {
+    for &fabric in FABRICS {
+        for when in [When::Early, When::Late] {
+            let accelerators = accelerators();
+            World::new(options(3, fabric)).run("g", |member| {
+                let device = Device::new(when);
+                for (round, count) in [0, 1, 1000, 1_500_000, 1000, 1_500_000].into_iter().enumerate() {
+                    let mut data = values(member.rank, count);
+                    let mode = if round % 2 == 0 { Mode::Blocking } else { Mode::Async };
+                    let desc = all_reduce(&mut data, mode);
+                    // In each round, one rank has its tensor in host memory.
+                    let is_here = member.rank != round % 3;
+                    let desc = if is_here { on_device(desc, &accelerators, &device) } else { desc };
+                    member.call(desc).unwrap();
+                    assert!(data == sums(3, count), "{fabric:?} {when:?} {count}");
+                }
+                assert_eq!(device.in_flight.load(Ordering::Relaxed), 0);
+            });
+            accelerators.close();
+            assert_eq!(accelerators.pinned().used_bytes, 0, "memory was lost");
+        }
+    }
+}
+
+#[test]
+fn messages_between_accelerators_arrive() {
+    for &fabric in FABRICS {
+        for (when, count) in [(When::Early, 10), (When::Late, 10), (When::Late, 5_000_000)] {
+            let accelerators = accelerators();
+            World::new(options(2, fabric)).run("g", |member| {
+                let device = Device::new(when);
+                let (collective, peer) = if member.rank == 0 { (Collective::Send, 1) } else { (Collective::Recv, 0) };
+                let mut data = values(if member.rank == 0 { 5 } else { 0 }, count);
+                let desc = on_device(message(&mut data, collective, peer), &accelerators, &device);
+                finish(&member.group.submit(desc).unwrap()).unwrap();
+                assert!(data == values(5, count), "{fabric:?} {when:?} {count}");
+            });
+        }
+    }
+}
+
+#[test]
+fn a_call_behind_long_computing_costs_few_polls() {
+    let accelerators = accelerators();
+    World::new(options(2, Fabric::Shm)).run("g", |member| {
+        let device = Device::new(When::Held);
+        let mut data = values(member.rank, 1000);
+        let call = member.group.submit(on_device(all_reduce(&mut data, Mode::Async), &accelerators, &device)).unwrap();
+        until("the thread polls", || accelerators.polls() > 0);
+        let before = accelerators.polls();
+        std::thread::sleep(Duration::from_millis(400));
+        let polls = accelerators.polls() - before;
+        // From 50 us to 400 ms there are 9 times e. The bound leaves room for the polls of the first 50 us.
+        assert!(polls < 2_000, "{polls} polls in 400 ms");
+        device.release();
+        finish(&call).unwrap();
+        assert_eq!(data, sums(2, 1000));
+    });
+}
+
+#[test]
+fn an_accelerator_that_fails_is_named_on_all_ranks() {
+    for when in [
+        When::Refused(Direction::In),
+        When::Refused(Direction::Out),
+        When::Broken(Direction::In),
+        When::Broken(Direction::Out),
+    ] {
+        let accelerators = accelerators();
+        let errors = World::new(options(3, Fabric::Shm)).run("g", |member| {
+            let device = Device::new(if member.rank == 1 { when } else { When::Late });
+            let mut data = values(member.rank, 1000);
+            let made = member.group.submit(on_device(all_reduce(&mut data, Mode::Async), &accelerators, &device));
+            if made.is_err() {
+                // torch passes the refusal to its caller, who ends the job.
+                member.group.abort("the device refused a copy");
+            }
+            made.and_then(|call| finish(&call)).and_then(|()| member.barrier()).unwrap_err()
+        });
+        for (rank, error) in errors.iter().enumerate().filter(|_| when != When::Refused(Direction::In)) {
+            let why = if matches!(when, When::Broken(_)) { "an illegal address" } else { "its fan has stopped" };
+            assert_eq!(error.kind, ErrorKind::Device, "{when:?} rank {rank}: {error}");
+            assert!(error.to_string().contains(why), "{when:?} rank {rank}: {error}");
+        }
+        accelerators.close();
+    }
+}
+
+#[test]
+fn a_call_that_fails_keeps_its_memory_until_its_copies_have_been_made() {
+    let (accelerators, have_issued) = (accelerators(), std::sync::Barrier::new(2));
+    World::new(options(2, Fabric::Shm)).run("g", |member| {
+        let device = Device::new(When::Held);
+        let mut data = values(member.rank, 1000);
+        let call = member.group.submit(on_device(all_reduce(&mut data, Mode::Async), &accelerators, &device)).unwrap();
+        have_issued.wait();
+        member.group.abort("the test wants it");
+        let waited = call.wait(Some(Duration::from_millis(100)), &mut || false);
+        assert!(matches!(waited, Waited::TimedOut(_)), "a copy may still write: {waited:?}");
+        device.release();
+        assert!(matches!(call.wait(Some(PATIENCE), &mut || false), Waited::Failed(_)));
+        assert_eq!(device.in_flight.load(Ordering::Relaxed), 0);
+        assert_eq!(data, values(member.rank, 1000), "nothing is copied out after a failure");
+        assert_eq!(device.issued.load(Ordering::Relaxed), 0, "there was nothing to issue");
+    });
+    until("the memory is back", || accelerators.pinned().used_bytes == 0);
+}
+
+#[test]
+fn a_refused_call_keeps_its_memory_until_its_copies_have_been_made() {
+    let accelerators = accelerators();
+    World::new(options(2, Fabric::Shm)).run("g", |member| {
+        let device = Device::new(When::Held);
+        member.barrier().unwrap();
+        let mut data = values(member.rank, 1000);
+        let _ = member.group.leave();
+        let desc = on_device(all_reduce(&mut data, Mode::Async), &accelerators, &device);
+        assert!(member.group.submit(desc).is_err());
+        if device.in_flight.load(Ordering::Relaxed) > 0 {
+            assert!(accelerators.pinned().used_bytes > 0);
+        }
+        device.release();
+        until("the copies have been made", || device.in_flight.load(Ordering::Relaxed) == 0);
+    });
+    until("the memory is back", || accelerators.pinned().used_bytes == 0);
+}
+
+#[test]
+fn the_end_of_the_process_ends_the_thread_and_fails_calls_behind_computing() {
+    let accelerators = accelerators();
+    let errors = World::new(options(2, Fabric::Shm)).run("g", |member: Member| {
+        let device = Device::new(When::Held);
+        // Leaked on purpose: a copy may still write to it, as the error says.
+        let data = Box::leak(values(member.rank, 1000).into_boxed_slice());
+        let call = member.group.submit(on_device(all_reduce(data, Mode::Async), &accelerators, &device)).unwrap();
+        accelerators.close();
+        match call.wait(Some(PATIENCE), &mut || false) {
+            Waited::Failed(error) => error,
+            other => panic!("{other:?}"),
+        }
+    });
+    assert!(errors.iter().all(|error| error.to_string().contains("the process exits")), "{errors:?}");
+}
+
+fn until(what: &str, mut is_so: impl FnMut() -> bool) {
+    let begin = Instant::now();
+    while !is_so() {
+        assert!(begin.elapsed() < PATIENCE, "not before the test's patience was over: {what}");
+        std::thread::yield_now();
+    }
+}
