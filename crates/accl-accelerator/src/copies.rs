@@ -16,10 +16,31 @@ use crate::streams::{CallStreams, Direction, StreamCopy, StreamEvent};
 /// Bytes after which an event is recorded. More events cost more time than they save.
 const EVENT_BYTES: u64 = 1 << 20;
 
-/// Enqueues the copies of one direction.
-#[derive(Debug, Clone)]
+/// Streams of one call, shared by its parts and directions.
+pub(crate) type SharedStreams = Arc<Mutex<Box<dyn CallStreams>>>;
+
+/// Shared by all that may still enqueue copies to the tensors of a call. The last one reports that it is over.
+#[derive(Debug)]
+pub(crate) struct CopiesOut(SharedStreams);
+
+impl CopiesOut {
+    pub(crate) fn new(streams: SharedStreams) -> Arc<Self> {
+        Arc::new(Self(streams))
+    }
+}
+
+impl Drop for CopiesOut {
+    fn drop(&mut self) {
+        self.0.lock().issued();
+    }
+}
+
+/// Enqueues the copies of one direction of one part of a call.
+#[derive(Debug)]
 pub(crate) struct Copier {
-    streams: Arc<Mutex<Box<dyn CallStreams>>>,
+    streams: SharedStreams,
+    /// Set while copies to the tensors may be enqueued; `None` for copies to host memory.
+    copies_out: Option<Arc<CopiesOut>>,
     direction: Direction,
     is_pinned: bool,
 }
@@ -53,15 +74,19 @@ impl Issued {
 }
 
 impl Copier {
-    pub(crate) fn new(streams: Arc<Mutex<Box<dyn CallStreams>>>, direction: Direction, is_pinned: bool) -> Self {
-        Self { streams, direction, is_pinned }
+    pub(crate) fn into_host(streams: SharedStreams, is_pinned: bool) -> Self {
+        Self { streams, copies_out: None, direction: Direction::In, is_pinned }
+    }
+
+    pub(crate) fn to_tensors(streams: SharedStreams, copies_out: Arc<CopiesOut>, is_pinned: bool) -> Self {
+        Self { streams, copies_out: Some(copies_out), direction: Direction::Out, is_pinned }
     }
 
     /// Enqueues copies up to number `ready`, and records events behind them.
     ///
     /// # Errors
     /// The error of the device. Copies may be in flight nevertheless, behind events that were recorded.
-    pub(crate) fn issue(&self, copies: &[ExternalCopy], ready: usize, issued: &mut Issued) -> Result<()> {
+    pub(crate) fn issue(&mut self, copies: &[ExternalCopy], ready: usize, issued: &mut Issued) -> Result<()> {
         let mut streams = self.streams.lock();
         let mut since_event = 0;
         for (index, copy) in copies.iter().enumerate().take(ready).skip(issued.count) {
@@ -81,16 +106,15 @@ impl Copier {
                 (issued.has_unknown, since_event) = (false, 0);
             }
         }
-        if self.direction == Direction::Out && issued.count == copies.len() {
-            streams.issued();
+        drop(streams);
+        if issued.count == copies.len() {
+            self.give_up();
         }
         Ok(())
     }
 
     /// Records that no more copies will be enqueued.
-    pub(crate) fn give_up(&self) {
-        if self.direction == Direction::Out {
-            self.streams.lock().issued();
-        }
+    pub(crate) fn give_up(&mut self) {
+        self.copies_out = None;
     }
 }

@@ -6,15 +6,16 @@
 
 use std::any::Any;
 use std::fmt;
-use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Weak};
 
 use accl_engine::{External, ExternalCopy, ExternalTask, LentMemory, Staging};
 use accl_types::Result;
 use parking_lot::Mutex;
 
-use crate::copies::{Copier, Issued};
+use crate::copies::{Copier, CopiesOut, Issued, SharedStreams};
 use crate::pinned::{PinnedCounts, PinnedMemory};
-use crate::streams::{CallStreams, Direction, Pinning};
+use crate::streams::{CallStreams, Pinning};
 use crate::worker::{Follower, Job};
 
 /// The accelerators of this process: pinned memory, and the thread that follows copies.
@@ -24,6 +25,7 @@ pub struct Accelerators {
     follower: Arc<Follower>,
     /// Maximum bytes that one call may pin.
     most_pinned: usize,
+    has_warned: AtomicBool,
 }
 
 impl Accelerators {
@@ -33,14 +35,19 @@ impl Accelerators {
     pub fn new(pinning: Arc<dyn Pinning>, most_idle: usize, most_pinned: usize) -> Arc<Self> {
         let pinned = PinnedMemory::new(pinning, most_idle);
         let follower = Follower::new(pinned.clone());
-        Arc::new(Self { pinned, follower, most_pinned })
+        Arc::new(Self { pinned, follower, most_pinned, has_warned: AtomicBool::new(false) })
     }
 
     /// Returns what stages the tensors of one call, which are copied on `streams`.
     pub fn staging(self: &Arc<Self>, streams: Box<dyn CallStreams>) -> Arc<dyn Staging> {
         let device = streams.device();
-        let streams = Arc::new(Mutex::new(streams));
-        Arc::new(CallStaging { accelerators: self.clone(), device, streams, is_pinned: Mutex::new(true) })
+        Arc::new(CallStaging {
+            accelerators: self.clone(),
+            device,
+            streams: Arc::new(Mutex::new(streams)),
+            is_pinned: AtomicBool::new(true),
+            copies_out: Mutex::default(),
+        })
     }
 
     /// Returns the bytes of pinned memory.
@@ -66,34 +73,40 @@ impl Accelerators {
 struct CallStaging {
     accelerators: Arc<Accelerators>,
     device: String,
-    streams: Arc<Mutex<Box<dyn CallStreams>>>,
+    streams: SharedStreams,
     /// Whether the memory of the copies is pinned.
-    is_pinned: Mutex<bool>,
+    is_pinned: AtomicBool,
+    copies_out: Mutex<Weak<CopiesOut>>,
 }
 
 impl CallStaging {
-    fn worker(&self, direction: Direction) -> Worker {
-        let copier = Copier::new(self.streams.clone(), direction, *self.is_pinned.lock());
-        let issued = Mutex::new(None);
-        Worker { name: self.device.clone(), follower: self.accelerators.follower.clone(), copier, issued }
+    fn worker(&self, copier: Copier, issued: Issued) -> Worker {
+        let (name, follower) = (self.device.clone(), self.accelerators.follower.clone());
+        Worker { name, follower, given: Mutex::new(Some((copier, issued))) }
+    }
+
+    fn is_pinned(&self) -> bool {
+        self.is_pinned.load(Ordering::Relaxed)
     }
 }
 
 impl Staging for CallStaging {
     fn lend(&self, len_bytes: usize) -> Result<Option<LentMemory>> {
-        let Accelerators { pinned, follower, most_pinned } = &*self.accelerators;
+        let Accelerators { pinned, follower, most_pinned, .. } = &*self.accelerators;
         let follower = follower.clone();
         let lent = match len_bytes <= *most_pinned {
             true => pinned.lend(len_bytes, move || follower.wake()),
             false => None,
         };
         if lent.is_none() {
-            tracing::warn!(
-                bytes = len_bytes,
-                device = self.device,
-                "no pinned memory for the copies of a call, which are slower without it"
-            );
-            *self.is_pinned.lock() = false;
+            self.is_pinned.store(false, Ordering::Relaxed);
+            if !self.accelerators.has_warned.swap(true, Ordering::Relaxed) {
+                tracing::warn!(
+                    bytes = len_bytes,
+                    device = self.device,
+                    "memory cannot be pinned for the copies of a call, so that they are slower; later calls do not say so"
+                );
+            }
         }
         Ok(lent)
     }
@@ -104,18 +117,21 @@ impl Staging for CallStaging {
         ready: usize,
         keeps: &Arc<dyn Any + Send + Sync>,
     ) -> Result<Arc<dyn External>> {
-        let worker = self.worker(Direction::In);
+        let mut copier = Copier::into_host(self.streams.clone(), self.is_pinned());
         let mut issued = Issued::keeping(keeps.clone());
-        let result = worker.copier.issue(copies, ready, &mut issued);
-        // Even after an error, copies may be in flight.
-        *worker.issued.lock() = Some(issued);
+        let result = copier.issue(copies, ready, &mut issued);
+        // Even after an error, copies may be in flight. The worker's drop follows them.
+        let worker = self.worker(copier, issued);
         result.map(|()| Arc::new(worker) as Arc<dyn External>)
     }
 
     fn copy_out(&self) -> Arc<dyn External> {
-        let worker = self.worker(Direction::Out);
-        *worker.issued.lock() = Some(Issued::default());
-        Arc::new(worker)
+        let mut shared = self.copies_out.lock();
+        // All parts of a call are prepared before one of them begins.
+        let copies_out = shared.upgrade().unwrap_or_else(|| CopiesOut::new(self.streams.clone()));
+        *shared = Arc::downgrade(&copies_out);
+        let copier = Copier::to_tensors(self.streams.clone(), copies_out, self.is_pinned());
+        Arc::new(self.worker(copier, Issued::default()))
     }
 }
 
@@ -123,14 +139,13 @@ impl Staging for CallStaging {
 struct Worker {
     name: String,
     follower: Arc<Follower>,
-    copier: Copier,
-    /// Copies enqueued before the task begins; `None` once it has begun.
-    issued: Mutex<Option<Issued>>,
+    /// Copies enqueued before the task begins, and what enqueues the others; `None` once it has begun.
+    given: Mutex<Option<(Copier, Issued)>>,
 }
 
 impl fmt::Debug for Worker {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Worker").field("name", &self.name).field("copier", &self.copier).finish_non_exhaustive()
+        f.debug_struct("Worker").field("name", &self.name).finish_non_exhaustive()
     }
 }
 
@@ -140,8 +155,9 @@ impl External for Worker {
     }
 
     fn begin(&self, task: ExternalTask) {
-        let issued = self.issued.lock().take().unwrap_or_default();
-        self.follower.follow(Job { task: Some(task), copier: self.copier.clone(), issued });
+        if let Some((copier, issued)) = self.given.lock().take() {
+            self.follower.follow(Job { task: Some(task), copier, issued });
+        }
     }
 
     fn cancel(&self) {
@@ -156,9 +172,8 @@ impl External for Worker {
 impl Drop for Worker {
     /// Keeps the memory of a refused call until its copies have been made.
     fn drop(&mut self) {
-        let issued = self.issued.get_mut().take();
-        if let Some(issued) = issued.filter(|issued| !issued.events.is_empty()) {
-            self.follower.follow(Job { task: None, copier: self.copier.clone(), issued });
+        if let Some((copier, issued)) = self.given.get_mut().take().filter(|(_, issued)| !issued.events.is_empty()) {
+            self.follower.follow(Job { task: None, copier, issued });
         }
     }
 }

@@ -54,8 +54,8 @@ pub trait CallStreams: Send + fmt::Debug {
     /// `Device` as for [`CallStreams::copy`].
     fn record(&mut self, direction: Direction) -> Result<Box<dyn StreamEvent>>;
 
-    /// Called once, when the last copy to the tensors is enqueued, or will not be. From then on, work that is enqueued
-    /// behind the last event sees the results.
+    /// Called once, when the last copy to the tensors is enqueued, or will not be; of a call that writes no tensor, never.
+    /// From then on, work that is enqueued behind the last event sees the results.
     fn issued(&mut self) {}
 }
 

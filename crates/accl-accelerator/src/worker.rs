@@ -162,8 +162,8 @@ fn pause(idle: Duration) {
 
 /// Fails the call of a job that is not followed. Its memory is kept for ever if copies may be in flight.
 fn refuse(job: Job, why: &str) {
-    job.copier.give_up();
-    let Job { task, issued, .. } = job;
+    let Job { task, issued, copier } = job;
+    drop(copier);
     match (task, issued.events.is_empty()) {
         (Some(task), true) => task.fail(why),
         (Some(task), false) => {
@@ -196,8 +196,8 @@ impl Job {
             return Some(self);
         }
         *has_moved = true;
-        self.copier.give_up();
-        let Self { task, issued: Issued { failure, has_unknown, .. }, .. } = self;
+        let Self { task, copier, issued: Issued { failure, has_unknown, .. } } = self;
+        drop(copier);
         let task = task?;
         match failure {
             // No event shows when these copies have been made.
