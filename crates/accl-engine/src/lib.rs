@@ -68,6 +68,5 @@ pub mod internals {
     pub use crate::connector::NOTE_DELAY;
     pub use crate::connector::peer_probe::{Found, PeerProbe, Question, ROUND};
     pub use crate::in_flight::{InFlight, Kept, Notifier};
-    pub use crate::jobs::Job;
     pub use crate::lanes::{CoreJob, Cut, Lane, Least, Next, Numbers, Parts, parts_of};
 }

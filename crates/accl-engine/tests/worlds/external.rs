@@ -155,22 +155,26 @@ fn masked(values: &[f32]) -> Vec<u8> {
     values.iter().flat_map(|value| value.to_ne_bytes()).map(|byte| byte ^ MASK).collect()
 }
 
-/// The device as a call sees it.
+/// The workers of a call, one for each direction.
 #[derive(Debug)]
-struct OnDevice(Arc<Device>);
+struct Workers {
+    copy_in: Arc<dyn External>,
+    copy_out: Arc<dyn External>,
+}
 
-impl Staging for OnDevice {
+impl Staging for Workers {
     fn copy_in(&self, _: &[ExternalCopy], _: usize, _: &Arc<dyn Any + Send + Sync>) -> Result<Arc<dyn External>> {
-        Ok(self.0.clone())
+        Ok(self.copy_in.clone())
     }
 
     fn copy_out(&self) -> Arc<dyn External> {
-        self.0.clone()
+        self.copy_out.clone()
     }
 }
 
-fn staging(device: &Arc<Device>) -> Option<Arc<dyn Staging>> {
-    Some(Arc::new(OnDevice(device.clone())))
+/// Stages a call by one worker for both directions.
+fn staging(worker: &Arc<impl External + 'static>) -> Option<Arc<dyn Staging>> {
+    Some(Arc::new(Workers { copy_in: worker.clone(), copy_out: worker.clone() }))
 }
 
 /// Describes a tensor in the device's memory.
@@ -509,19 +513,6 @@ struct Stepwise {
     out: Mutex<Option<ExternalTask>>,
 }
 
-#[derive(Debug)]
-struct StepwiseOut(Arc<Stepwise>);
-
-impl Staging for StepwiseOut {
-    fn copy_in(&self, _: &[ExternalCopy], _: usize, _: &Arc<dyn Any + Send + Sync>) -> Result<Arc<dyn External>> {
-        Ok(self.0.clone())
-    }
-
-    fn copy_out(&self) -> Arc<dyn External> {
-        self.0.clone()
-    }
-}
-
 impl External for Stepwise {
     fn name(&self) -> &str {
         "stepwise"
@@ -543,7 +534,7 @@ fn a_call_streams_behind_its_copies() {
         let mut desc = CallDesc::new(Collective::AllReduce, Dtype::F32);
         desc.outputs = Blocks::of(on_device(&mut bytes));
         desc.mode = Mode::Async;
-        desc.staging = Some(Arc::new(StepwiseOut(device.clone())));
+        desc.staging = staging(&device);
         let call = member.group.submit(desc).unwrap();
         let task = device.task.lock().unwrap().take().unwrap();
         let pieces = task.copies().len();
@@ -784,7 +775,7 @@ fn a_timeout_names_the_peer_while_the_copy_out_waits_for_it() {
         let mut desc = CallDesc::new(Collective::AllReduce, Dtype::F32);
         desc.outputs = Blocks::of(on_device(&mut bytes));
         desc.mode = Mode::Async;
-        desc.staging = Some(Arc::new(StepwiseOut(device.clone())));
+        desc.staging = staging(&device);
         desc.timeout = Some(Duration::from_millis(if member.rank == 0 { 1500 } else { 20_000 }));
         let call = member.group.submit(desc).unwrap();
         let task = device.task.lock().unwrap().take().unwrap();
@@ -833,25 +824,12 @@ fn a_worker_that_panics_when_more_is_ready_fails_its_call() {
         }
     }
 
-    #[derive(Debug)]
-    struct Stages(Arc<Device>, Arc<Panics>);
-
-    impl Staging for Stages {
-        fn copy_in(&self, _: &[ExternalCopy], _: usize, _: &Arc<dyn Any + Send + Sync>) -> Result<Arc<dyn External>> {
-            Ok(self.0.clone())
-        }
-
-        fn copy_out(&self) -> Arc<dyn External> {
-            self.1.clone()
-        }
-    }
-
     World::new(options(2, Fabric::Shm)).run("g", |member| {
         let (device, panics) = (Device::new(When::AtOnce), Arc::new(Panics::default()));
         let mut bytes = masked(&values(member.rank, 100));
         let mut desc = all_reduce(&mut bytes, &device, Mode::Async);
         if member.rank == 0 {
-            desc.staging = Some(Arc::new(Stages(device.clone(), panics.clone())));
+            desc.staging = Some(Arc::new(Workers { copy_in: device.clone(), copy_out: panics.clone() }));
         }
         let call = member.group.submit(desc).unwrap();
         if member.rank == 0 {
@@ -895,7 +873,7 @@ fn a_worker_that_ends_before_everything_is_final_fails_its_call() {
         let mut desc = CallDesc::new(Collective::AllReduce, Dtype::F32);
         desc.outputs = Blocks::of(on_device(&mut bytes));
         desc.mode = Mode::Async;
-        desc.staging = Some(Arc::new(StepwiseOut(device.clone())));
+        desc.staging = staging(&device);
         let call = member.group.submit(desc).unwrap();
         let task = device.task.lock().unwrap().take().unwrap();
         task.copies()[..9].iter().for_each(|copy| copy_one(&task, copy));
