@@ -71,6 +71,11 @@ impl Issued {
     pub(crate) fn keeping(keeps: Arc<dyn Any + Send + Sync>) -> Self {
         Self { _keeps: Some(keeps), ..Self::default() }
     }
+
+    /// Returns whether copies may be in flight.
+    pub(crate) fn may_be_in_flight(&self) -> bool {
+        !self.events.is_empty() || self.has_unknown
+    }
 }
 
 impl Copier {

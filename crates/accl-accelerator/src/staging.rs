@@ -172,7 +172,7 @@ impl External for Worker {
 impl Drop for Worker {
     /// Keeps the memory of a refused call until its copies have been made.
     fn drop(&mut self) {
-        if let Some((copier, issued)) = self.given.get_mut().take().filter(|(_, issued)| !issued.events.is_empty()) {
+        if let Some((copier, issued)) = self.given.get_mut().take().filter(|(_, issued)| issued.may_be_in_flight()) {
             self.follower.follow(Job { task: None, copier, issued });
         }
     }

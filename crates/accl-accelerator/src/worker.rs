@@ -164,13 +164,16 @@ fn pause(idle: Duration) {
 fn refuse(job: Job, why: &str) {
     let Job { task, issued, copier } = job;
     drop(copier);
-    match (task, issued.events.is_empty()) {
-        (Some(task), true) => task.fail(why),
-        (Some(task), false) => {
+    let is_in_flight = issued.may_be_in_flight();
+    match task {
+        Some(task) if is_in_flight => {
             task.abandon(Error::device(format!("copies of the device may still be in flight: {why}")));
-            std::mem::forget(issued);
         }
-        (None, _) => std::mem::forget(issued),
+        Some(task) => task.fail(why),
+        None => {}
+    }
+    if is_in_flight {
+        std::mem::forget(issued);
     }
 }
 
@@ -181,7 +184,14 @@ impl Job {
         let made = self.take_events();
         let Some(task) = &self.task else {
             *has_moved |= self.issued.events.len() != before.1;
-            return (!self.issued.events.is_empty()).then_some(self);
+            if !self.issued.events.is_empty() {
+                return Some(self);
+            }
+            if self.issued.has_unknown {
+                // No event shows when these copies have been made, so their memory stays.
+                std::mem::forget(self.issued);
+            }
+            return None;
         };
         if let Some(made) = made {
             task.note_made(made);

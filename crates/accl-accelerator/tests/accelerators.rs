@@ -26,6 +26,8 @@ enum When {
     Held,
     /// The device takes no copies in this direction.
     Refused(Direction),
+    /// The device takes copies and records no event behind them.
+    Unrecorded,
     /// Events in this direction report that the device has failed.
     Broken(Direction),
 }
@@ -107,6 +109,9 @@ impl CallStreams for Streams {
 
     fn record(&mut self, direction: Direction) -> Result<Box<dyn StreamEvent>> {
         let (device, queue) = (self.device.clone(), self.queues[direction as usize].clone());
+        if self.device.when == When::Unrecorded {
+            return Err(Error::device("it records no events"));
+        }
         let left = queue.lock().unwrap().len();
         Ok(Box::new(Event { device, direction, queue, left: Mutex::new(left) }))
     }
@@ -367,6 +372,22 @@ fn a_refused_call_keeps_its_memory_until_its_copies_have_been_made() {
         until("the copies have been made", || device.in_flight.load(Ordering::Relaxed) == 0);
     });
     until("the memory is back", || accelerators.pinned().used_bytes == 0);
+}
+
+#[test]
+fn memory_of_copies_whose_end_no_event_shows_is_not_used_again() {
+    let accelerators = accelerators();
+    World::new(options(1, Fabric::Loopback(4))).run("g", |member| {
+        let device = Device::new(When::Unrecorded);
+        // Leaked on purpose: the copy may still read it.
+        let data = Box::leak(values(5, 1000).into_boxed_slice());
+        let desc = on_device(message(data, Collective::Send, 0), &accelerators, &device);
+        let error = member.group.submit(desc).map(drop).unwrap_err();
+        assert!(error.to_string().contains("it records no events"), "{error}");
+        assert_eq!(device.in_flight.load(Ordering::Relaxed), 1);
+    });
+    accelerators.close();
+    assert!(accelerators.pinned().used_bytes > 0, "the next call would get this memory");
 }
 
 #[test]
