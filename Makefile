@@ -11,7 +11,7 @@ ARGS ?=
 export TORCH PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help aarch64 mpi test-mpi demo demo-device study study-layers codec-errors test test-quick test-all wheel sdist test-torch test-peers test-elastic test-device fuzz-world mutants bench bench-against scaling layer-plans bench-peers bench-lanes clean
+.PHONY: help aarch64 mpi test-mpi demo demo-device study study-layers codec-errors test test-quick test-all wheel sdist test-torch test-peers test-elastic test-device test-accelerator fuzz-world mutants bench bench-against scaling layer-plans bench-peers bench-lanes clean
 
 help: ## list the targets
 	@echo "make TARGET [TORCH=2.15.0] [PYTHON=python3] [ARGS='...']"
@@ -80,6 +80,9 @@ test-mpi: ## test the transport `mpi` under Open MPI and MPICH; ARGS='mpich' for
 
 test-device: ## test groups with a device, through torch and below: all world sizes, designs, roots and counts; takes about 20 minutes
 	@.ci/test_device $(ARGS)
+
+test-accelerator: ## test calls on tensors of an accelerator, on a stand-in, with its streams early, late and at random
+	@.ci/test_accelerator $(ARGS)
 
 fuzz-world: ## run simulated worlds with random seeds for HOURS=1, on every core
 	@HOURS=$(HOURS) .ci/fuzz_world

@@ -516,6 +516,15 @@ class Shim(unittest.TestCase):
             problem, rf"^cpp_shim/: {shim.LINES + 1} lines, more than {shim.LINES}; move decisions into Rust"
         )
 
+    def test_only_the_unit_of_accelerators_copies_and_it_has_a_limit_of_its_own(self) -> None:
+        copy = "void f(at::Tensor t) { t.copy_(t); }"
+        self.assertEqual(self.breaches(copy, f"cpp_shim/{shim.COPYING_UNIT}.cpp"), "")
+        self.assertIn("copies payload", self.breaches(copy))
+        for unit, limit in shim.UNIT_LINES.items():
+            self.assertEqual(list(shim.check({f"cpp_shim/{unit}.h": "//\n" * limit})), [])
+            [problem] = shim.check({f"cpp_shim/{unit}.h": "//\n" * limit, f"cpp_shim/{unit}.cpp": "//\n"})
+            self.assertRegex(problem, rf"^cpp_shim/{unit}: {limit + 1} lines, more than {limit}")
+
     def test_each_forbidden_thing_is_found(self) -> None:
         for code in (
             'auto v = std::getenv("X");',

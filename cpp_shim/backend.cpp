@@ -2,6 +2,7 @@
 #include "backend.h"
 
 #include <ATen/record_function.h>
+#include <torch/csrc/distributed/c10d/ParamCommsUtils.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "held_memory.h"
@@ -23,17 +24,13 @@ Tensors flat(const std::vector<Tensors>& lists) {
   return all;
 }
 
-Call call_of(const std::string& collective, const Tensors& inputs, const Tensors& outputs, const c10d::ReduceOp& op,
-             uint32_t root) {
-  const auto code = bridge::collective_code(collective);
-  throw_unless_ok(code.status);
-  Call call(static_cast<Collective>(code.value), "bench", root);
+void add_tensors(Call& call, const Tensors& inputs, const Tensors& outputs, const c10d::ReduceOp& op) {
   call.check.memory(inputs);
   call.check.memory(outputs);
   for (const auto& tensor : inputs) call.inputs.block(tensor);
   for (const auto& tensor : outputs) call.outputs.block(tensor);
+  call.check.that(!call.placement.tensors(), "takes CPU tensors");
   call.reduce(op);
-  return call;
 }
 
 std::string text_of(const bridge::Described& described) {
@@ -74,13 +71,21 @@ void AcclBackend::record_call(const Event& event, Span& span) const {
   if (names_.has_synchronous_calls()) span.begin([&] { return names_.call(event.title); }, event.shapes);
 }
 
-void AcclBackend::record_facts(const Event& event, const Results& results, bool async_op, CallRecord& record) const {
-  const Tensors outputs = flat(results.outputs().lists);
+template <class Run>
+AcclBackend::WorkPtr AcclBackend::recorded(const Event& event, const Results& results, bool async_op, Run run) const {
+  if (!at::hasCallbacks()) return run();
+  const Tensors inputs = event.shapes.vec(), outputs = flat(results.outputs().lists);
+  const auto& sample = !inputs.empty() ? inputs : outputs;
   const auto& global = options_->global_ranks_in_group;
-  const int64_t first = global.empty() ? 0 : static_cast<int64_t>(global.front());
-  const int64_t stride = global.size() > 1 ? static_cast<int64_t>(global[1]) - first : 1;
-  const auto seq = bridge::group_next_seq(*group_->group).value;
-  record.begin({seq, getGroupUid(), getGroupDesc(), rank_, size_, first, stride, event.title, async_op}, event.shapes.vec(), outputs);
+  const int first = global.empty() ? 0 : static_cast<int>(global.front());
+  const int stride = global.size() > 1 ? static_cast<int>(global[1]) - first : 1;
+  const std::string name(bridge::event_name({}, bridge::EventName::C10d, event.title, 0).text);
+  const std::vector<int64_t> no_splits;
+  RECORD_PARAM_COMMS_DATA_WITH_ASYNC_OP(
+      std::make_tuple(bridge::group_next_seq(*group_->group).value, false), std::make_tuple(getGroupUid(), getGroupDesc()), inputs,
+      outputs, rank_, std::string(name), elements_of(inputs), elements_of(outputs), sample.empty() ? at::kByte : sample[0].scalar_type(), no_splits,
+      no_splits, first, stride, size_, async_op);
+  return run();
 }
 
 template <class CallOptions>
@@ -90,11 +95,14 @@ AcclBackend::WorkPtr AcclBackend::run(Call& call, const Event& event, const Resu
 }
 
 AcclBackend::WorkPtr AcclBackend::run(Call& call, const Event& event, const Results& results, bool async_op) {
-  CallRecord record;
-  if (at::hasCallbacks()) {
-    record_facts(event, results, async_op, record);
-    call.args.is_profiled = names_.wants_phases();
-  }
+  return recorded(event, results, async_op, [&] { return run_recorded(call, event, results, async_op); });
+}
+
+AcclBackend::WorkPtr AcclBackend::run_recorded(Call& call, const Event& event, const Results& results, bool async_op) {
+  call.args.is_profiled = at::hasCallbacks() && names_.wants_phases();
+  const auto& accelerator = call.placement.tensors();
+  // The profiler reports when the device has done the call.
+  call.args.waits_for_device = call.args.is_profiled;
   if (!wants_work(async_op)) {
     return complete(event, call.args.timeout_ms, [&] {
       throw_unless_done(make_call(call, event, results));
@@ -107,25 +115,18 @@ AcclBackend::WorkPtr AcclBackend::run(Call& call, const Event& event, const Resu
   if (in_flight_->is_extended()) call.args.timeout_ms = extended_ms(call.args.timeout_ms, entry->key);
   if (call.args.timeout_ms >= 0) entry->timeout = std::chrono::milliseconds(call.args.timeout_ms);
   entry->keep_memory();
+  entry->accelerator = accelerator;
   if (call.args.is_profiled) entry->record_phases(event.title);
-  begun(work, bridge::group_submit(*group_->group, call.finish(), *entry->ticket), async_op);
+  begun(work, bridge::group_submit(*group_->group, call.finish(), accelerator, *entry->ticket), async_op);
   return work;
 }
 
 bridge::Waited AcclBackend::make_call(Call& call, const Event& event, const Results& results) const {
-  const auto keep = [&](const bridge::Status& status) {
-    if (!status.must_leak_memory) return;
-    for (const auto& list : results.outputs().lists) hold_memory(status, list);
-    hold_memory(status, event.kept);
-  };
-  if (!call.args.is_profiled) {
-    auto waited = call_without_gil(*group_->group, call.finish());
-    keep(waited.status);
-    return waited;
-  }
-  auto ended = profiled_call_without_gil(*group_->group, call.finish());
+  const auto& accelerator = call.placement.tensors();
+  auto ended = without_gil([&] { return bridge::group_call(*group_->group, call.finish(), accelerator); });
+  if (ended.waited.how == bridge::Outcome::Interrupted) note_on_python_error(std::string(ended.waited.status.message));
   // Memory is kept first, because the statements below may throw.
-  keep(ended.waited.status);
+  settle(ended.waited.status, accelerator.get(), [&] { return memory_of(results.outputs().lists, event.kept); });
   record_phases(event.title, ended.phases);
   return std::move(ended.waited);
 }
@@ -168,6 +169,7 @@ void AcclBackend::begun(const c10::intrusive_ptr<AcclWork>& work, const bridge::
     run_hooks_on_timeout();
     throw_status(status);
   }
+  if (work->entry()->accelerator) in_flight_->end_when_through(work->entry());
   in_flight_->add(work->entry());
   in_flight_->drain(8);
   if (!in_flight_->collect(work) && !async_op) work->wait();
@@ -176,14 +178,14 @@ void AcclBackend::begun(const c10::intrusive_ptr<AcclWork>& work, const bridge::
 // --- collectives ---
 
 AcclBackend::WorkPtr AcclBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) {
-  Call call(Collective::Broadcast, "broadcast", opts.rootRank);
+  Call call({"broadcast", rank_}, Collective::Broadcast, opts.rootRank);
   call.check.root(opts.rootRank, size_, opts.rootTensor, tensors);
   call.outputs.block(call.check.single(tensors));
   return run(call, {OpType::BROADCAST, "accl:broadcast", tensors, {}}, tensors, opts);
 }
 
 AcclBackend::WorkPtr AcclBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) {
-  Call call(Collective::AllReduce, "all_reduce");
+  Call call({"all_reduce", rank_}, Collective::AllReduce);
   call.check.one_tensor(tensors);
   if (tensors[0].layout() == at::kSparse) return reduce_sparse(tensors[0], opts);
   call.outputs.block(call.check.single(tensors));
@@ -196,7 +198,7 @@ AcclBackend::WorkPtr AcclBackend::allreduce_sparse(Tensors& tensors, const c10d:
 }
 
 AcclBackend::WorkPtr AcclBackend::allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& opts) {
-  Call call(Collective::AllReduce, "all_reduce");
+  Call call({"all_reduce", rank_}, Collective::AllReduce);
   call.check.list(tensors);
   call.check.one_type(tensors);
   call.outputs.open_block();
@@ -206,7 +208,7 @@ AcclBackend::WorkPtr AcclBackend::allreduce_coalesced(Tensors& tensors, const c1
 }
 
 AcclBackend::WorkPtr AcclBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
-  Call call(Collective::Reduce, "reduce", opts.rootRank);
+  Call call({"reduce", rank_}, Collective::Reduce, opts.rootRank);
   call.check.root(opts.rootRank, size_, opts.rootTensor, tensors);
   call.outputs.block(call.check.single(tensors));
   call.reduce(opts.reduceOp);
@@ -214,7 +216,7 @@ AcclBackend::WorkPtr AcclBackend::reduce(Tensors& tensors, const c10d::ReduceOpt
 }
 
 AcclBackend::WorkPtr AcclBackend::allgather(TensorLists& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) {
-  Call call(Collective::AllGather, "all_gather");
+  Call call({"all_gather", rank_}, Collective::AllGather);
   c10d::assertNonEmptyInputTensorList(call.check.fail(), inputs.size());
   const auto& input = call.check.single_input(inputs);
   call.check.that(outputs.size() == 1, "requires input/output tensor lists to have the same length");
@@ -229,7 +231,7 @@ AcclBackend::WorkPtr AcclBackend::allgather(TensorLists& outputs, Tensors& input
 }
 
 AcclBackend::WorkPtr AcclBackend::_allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& opts) {
-  Call call(Collective::AllGather, "all_gather");
+  Call call({"all_gather", rank_}, Collective::AllGather);
   call.check.memory({output, input});
   call.check.flat_output(output, input, size_);
   call.inputs.block(input);
@@ -239,7 +241,7 @@ AcclBackend::WorkPtr AcclBackend::_allgather_base(at::Tensor& output, at::Tensor
 
 AcclBackend::WorkPtr AcclBackend::allgather_coalesced(TensorLists& outputs, Tensors& inputs,
                                                       const c10d::AllgatherOptions& opts) {
-  Call call(Collective::AllGather, "all_gather");
+  Call call({"all_gather", rank_}, Collective::AllGather);
   c10d::assertNonEmptyInputTensorList(call.check.fail(), inputs.size());
   call.check.memory(inputs);
   c10d::assertAllgatherCoalescedOutputTensorLists(call.check.fail(), outputs, inputs.size(), size_);
@@ -258,7 +260,7 @@ AcclBackend::WorkPtr AcclBackend::allgather_coalesced(TensorLists& outputs, Tens
 
 AcclBackend::WorkPtr AcclBackend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                                   const c10d::AllgatherOptions& opts) {
-  Call call(Collective::AllGather, "all_gather");
+  Call call({"all_gather", rank_}, Collective::AllGather);
   call.check.pairs(outputs, inputs);
   call.inputs.open_block();
   for (size_t i = 0; i < inputs.size(); ++i) {
@@ -270,7 +272,7 @@ AcclBackend::WorkPtr AcclBackend::allgather_into_tensor_coalesced(Tensors& outpu
 }
 
 AcclBackend::WorkPtr AcclBackend::gather(TensorLists& outputs, Tensors& inputs, const c10d::GatherOptions& opts) {
-  Call call(Collective::Gather, "gather", opts.rootRank);
+  Call call({"gather", rank_}, Collective::Gather, opts.rootRank);
   call.check.root(opts.rootRank, size_);
   const auto& input = call.check.single_input(inputs);
   call.inputs.block(input);
@@ -286,7 +288,7 @@ AcclBackend::WorkPtr AcclBackend::gather(TensorLists& outputs, Tensors& inputs, 
 }
 
 AcclBackend::WorkPtr AcclBackend::gather_single(at::Tensor& output, at::Tensor& input, const c10d::GatherOptions& opts) {
-  Call call(Collective::Gather, "gather", opts.rootRank);
+  Call call({"gather", rank_}, Collective::Gather, opts.rootRank);
   call.check.root(opts.rootRank, size_);
   call.check.memory(input);
   call.inputs.block(input);
@@ -301,7 +303,7 @@ AcclBackend::WorkPtr AcclBackend::gather_single(at::Tensor& output, at::Tensor& 
 }
 
 AcclBackend::WorkPtr AcclBackend::scatter(Tensors& outputs, TensorLists& inputs, const c10d::ScatterOptions& opts) {
-  Call call(Collective::Scatter, "scatter", opts.rootRank);
+  Call call({"scatter", rank_}, Collective::Scatter, opts.rootRank);
   call.check.root(opts.rootRank, size_);
   const auto& output = call.check.single_output(outputs);
   call.outputs.block(output);
@@ -319,7 +321,7 @@ AcclBackend::WorkPtr AcclBackend::scatter(Tensors& outputs, TensorLists& inputs,
 
 AcclBackend::WorkPtr AcclBackend::reduce_scatter(Tensors& outputs, TensorLists& inputs,
                                                  const c10d::ReduceScatterOptions& opts) {
-  Call call(Collective::ReduceScatter, "reduce_scatter");
+  Call call({"reduce_scatter", rank_}, Collective::ReduceScatter);
   const auto& output = call.check.single_output(outputs);
   c10d::assertScatterInputTensorList(call.check.fail(), inputs, size_);
   call.check.memory(inputs[0]);
@@ -334,7 +336,7 @@ AcclBackend::WorkPtr AcclBackend::reduce_scatter(Tensors& outputs, TensorLists& 
 
 AcclBackend::WorkPtr AcclBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                                        const c10d::ReduceScatterOptions& opts) {
-  Call call(Collective::ReduceScatter, "reduce_scatter");
+  Call call({"reduce_scatter", rank_}, Collective::ReduceScatter);
   call.check.memory({output, input});
   call.check.flat_input(input, output, size_);
   call.inputs.parts(input, size_);
@@ -345,7 +347,7 @@ AcclBackend::WorkPtr AcclBackend::_reduce_scatter_base(at::Tensor& output, at::T
 
 AcclBackend::WorkPtr AcclBackend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                                   const c10d::ReduceScatterOptions& opts) {
-  Call call(Collective::ReduceScatter, "reduce_scatter");
+  Call call({"reduce_scatter", rank_}, Collective::ReduceScatter);
   call.check.pairs(outputs, inputs);
   call.check.same_type(outputs[0], outputs);
   for (size_t i = 0; i < inputs.size(); ++i) {
@@ -360,7 +362,7 @@ AcclBackend::WorkPtr AcclBackend::reduce_scatter_tensor_coalesced(Tensors& outpu
 
 AcclBackend::WorkPtr AcclBackend::alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
                                                 std::vector<int64_t>& input_splits, const c10d::AllToAllOptions& opts) {
-  Call call(Collective::AllToAll, "all_to_all");
+  Call call({"all_to_all", rank_}, Collective::AllToAll);
   call.check.memory({output, input});
   call.check.same_type(input, output);
   call.check.splits(input_splits, input, size_);
@@ -373,7 +375,7 @@ AcclBackend::WorkPtr AcclBackend::alltoall_base(at::Tensor& output, at::Tensor& 
 }
 
 AcclBackend::WorkPtr AcclBackend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& opts) {
-  Call call(Collective::AllToAll, "all_to_all");
+  Call call({"all_to_all", rank_}, Collective::AllToAll);
   c10d::assertAllToAllTensorListSizes(call.check.fail(), outputs.size(), inputs.size(), size_);
   call.check.memory(inputs);
   call.check.memory(outputs);
@@ -388,25 +390,25 @@ AcclBackend::WorkPtr AcclBackend::alltoall(Tensors& outputs, Tensors& inputs, co
 }
 
 AcclBackend::WorkPtr AcclBackend::barrier(const c10d::BarrierOptions& opts) {
-  Call call(Collective::Barrier, "barrier");
+  Call call({"barrier", rank_}, Collective::Barrier);
   return run(call, {OpType::BARRIER, "accl:barrier", {}, {}}, {}, opts);
 }
 
 void AcclBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) {
   in_flight_->drain(8);
   const auto timeout = opts.timeout == c10d::kUnsetTimeout ? options_->timeout : opts.timeout;
-  monitored_barrier_without_gil(*group_->group, timeout, wait_all_ranks);
+  throw_unless_done(without_gil([&] { return bridge::group_monitored_barrier(*group_->group, timeout.count(), wait_all_ranks); }));
 }
 
 void AcclBackend::eagerConnectSingleDevice(at::Device) {
   in_flight_->drain(8);
-  connect_all_without_gil(*group_->group);
+  throw_unless_done(without_gil([&] { return bridge::group_connect_all(*group_->group); }));
 }
 
 // --- point-to-point ---
 
 AcclBackend::WorkPtr AcclBackend::send(Tensors& tensors, int dst, int tag) {
-  Call call(Collective::Send, "send");
+  Call call({"send", rank_}, Collective::Send);
   call.check.peer(dst, size_, tag);
   call.inputs.block(call.check.single(tensors));
   call.args.peer = dst;
@@ -415,18 +417,18 @@ AcclBackend::WorkPtr AcclBackend::send(Tensors& tensors, int dst, int tag) {
 }
 
 AcclBackend::WorkPtr AcclBackend::recv(Tensors& tensors, int src, int tag) {
-  Check("recv").peer(src, size_, tag);
+  Check({"recv", rank_}).peer(src, size_, tag);
   return receive(tensors, src, tag, {OpType::RECV, "accl:recv", tensors, {}});
 }
 
 AcclBackend::WorkPtr AcclBackend::recvAnysource(Tensors& tensors, int tag) {
-  Check("recv").that(tag >= 0, "tag must be nonnegative");
+  Check({"recv", rank_}).that(tag >= 0, "tag must be nonnegative");
   return receive(tensors, -1, tag, {OpType::RECVANYSOURCE, "accl:recvAnySource", tensors, {}});
 }
 
 AcclBackend::WorkPtr AcclBackend::receive(Tensors& tensors, int src, int tag, const Event& event) {
-  Call call(Collective::Recv, "recv");
-  call.outputs.block(Check("recv").single(tensors));
+  Call call({"recv", rank_}, Collective::Recv);
+  call.outputs.block(Check({"recv", rank_}).single(tensors));
   call.args.peer = src;
   call.args.tag = static_cast<uint32_t>(tag);
   return run(call, event, tensors, true);
@@ -435,36 +437,35 @@ AcclBackend::WorkPtr AcclBackend::receive(Tensors& tensors, int src, int tag, co
 // --- sparse ---
 
 AcclBackend::WorkPtr AcclBackend::reduce_sparse(const at::Tensor& tensor, const c10d::AllreduceOptions& opts) {
-  if (!tensor.device().is_cpu()) {
-    refuse(bridge::Kind::InvalidType, "all_reduce", "tensor is on device " + tensor.device().str() + "; accl takes CPU tensors");
-  }
-  if (opts.reduceOp.op_ != c10d::ReduceOp::SUM) {
-    refuse(bridge::Kind::Unsupported, "all_reduce", "sparse tensors support only SUM");
-  }
+  const Origin origin{"all_reduce", rank_};
+  Check(origin).memory({tensor._indices(), tensor._values()});
+  if (opts.reduceOp.op_ != c10d::ReduceOp::SUM) refuse(bridge::Kind::Unsupported, origin, "sparse tensors support only SUM");
   const Tensors tensors{tensor};
   // Keeps the replaced tensors alive: these may be the last references to tensors that Python knows.
   const Tensors replaced{tensor._indices(), tensor._values()};
   const Event event{OpType::_ALLREDUCE_SPARSE, "accl:sparse_all_reduce", tensors, replaced};
-  CallRecord record;
-  if (at::hasCallbacks()) record_facts(event, tensors, opts.asyncOp, record);
-  int64_t timeout_ms = opts.timeout == c10d::kUnsetTimeout ? -1 : opts.timeout.count();
-  // The sequence numbers are taken last, after everything that may throw, because the other ranks wait for calls with
-  // these numbers.
-  if (!wants_work(opts.asyncOp)) {
-    return complete(event, timeout_ms, [&] {
-      auto task = std::make_unique<SparseSum>(group_, tensor, rank_, size_, timeout_ms);
-      task->reserve();
-      run_without_gil(std::move(task));
-    });
-  }
-  auto work = make_work(event, tensors);
-  if (in_flight_->is_extended()) timeout_ms = extended_ms(timeout_ms, work->entry()->key);
-  auto task = std::make_unique<SparseSum>(group_, tensor, rank_, size_, timeout_ms);
-  work->entry()->seq = task->reserve();
-  const auto spawned = bridge::group_spawn(*group_->group, std::move(task), *work->entry()->ticket);
-  if (!is_ok(spawned)) bridge::group_conclude(*group_->group, work->entry()->seq, SparseSum::kCalls, spawned);
-  begun(work, spawned, opts.asyncOp);
-  return work;
+  return recorded(event, tensors, opts.asyncOp, [&]() -> WorkPtr {
+    int64_t timeout_ms = opts.timeout == c10d::kUnsetTimeout ? -1 : opts.timeout.count();
+    // The sequence numbers are taken last, after everything that may throw, because the other ranks wait for calls with
+    // these numbers.
+    if (!wants_work(opts.asyncOp)) {
+      return complete(event, timeout_ms, [&] {
+        auto task = std::make_unique<SparseSum>(group_, tensor, rank_, size_, timeout_ms);
+        task->reserve();
+        const auto status = without_gil([&] { return std::exchange(task, nullptr)->run(); });
+        throw_python_error_if_set();
+        throw_unless_ok(status);
+      });
+    }
+    auto work = make_work(event, tensors);
+    if (in_flight_->is_extended()) timeout_ms = extended_ms(timeout_ms, work->entry()->key);
+    auto task = std::make_unique<SparseSum>(group_, tensor, rank_, size_, timeout_ms);
+    work->entry()->seq = task->reserve();
+    const auto spawned = bridge::group_spawn(*group_->group, std::move(task), *work->entry()->ticket);
+    if (!is_ok(spawned)) bridge::group_conclude(*group_->group, work->entry()->seq, SparseSum::kCalls, spawned);
+    begun(work, spawned, opts.asyncOp);
+    return work;
+  });
 }
 
 // --- coalescing ---
@@ -505,9 +506,7 @@ AcclBackend::AcclBackend(const bridge::Runtime* runtime, const AcclBackend* sibl
     throw_python_error_if_set();
     throw_status(status);
   }
-  const auto names = bridge::group_profile_names(*group_->group);
-  throw_unless_ok(names.status);
-  names_ = ProfileNames(static_cast<ProfileNames::Style>(names.value));
+  names_ = ProfileNames(static_cast<ProfileNames::Style>(value_of(bridge::group_profile_names(*group_->group))));
   init();
 }
 
@@ -552,9 +551,7 @@ c10::intrusive_ptr<AcclOptions> AcclBackend::options_for(const c10::intrusive_pt
 }
 
 uint64_t AcclBackend::getSequenceNumberForGroup() {
-  const auto seq = bridge::group_next_seq(*group_->group);
-  throw_unless_ok(seq.status);
-  return static_cast<uint64_t>(seq.value);
+  return static_cast<uint64_t>(value_of(bridge::group_next_seq(*group_->group)));
 }
 
 void AcclBackend::setTimeout(std::chrono::milliseconds timeout) {
@@ -578,7 +575,8 @@ void AcclBackend::abort() {
 }
 
 void AcclBackend::shutdown() {
-  const auto status = shutdown_without_gil(*group_->group);
+  const auto status = without_gil([&] { return bridge::group_shutdown(*group_->group, true); });
+  throw_python_error_if_set();
   if (is_ok(status)) return;
   finish_destroy();
   throw_status(status);
@@ -592,17 +590,18 @@ std::string AcclBackend::first_error() const { return std::string(bridge::group_
 
 std::string AcclBackend::algorithm_of(const std::string& collective, const Tensors& inputs, const Tensors& outputs,
                                       const c10d::ReduceOp& op, uint32_t root) const {
-  Call call = call_of(collective, inputs, outputs, op, root);
+  Call call({"algorithm_of", rank_}, static_cast<Collective>(value_of(bridge::collective_code(collective))), root);
+  add_tensors(call, inputs, outputs, op);
   return text_of(bridge::group_algorithm(*group_->group, call.finish()));
 }
 
 std::vector<int64_t> AcclBackend::time_calls(const std::string& collective, const Tensors& inputs, const Tensors& outputs,
                                              const c10d::ReduceOp& op, uint32_t root, uint32_t samples, uint32_t calls,
                                              bool fenced) const {
-  Call call = call_of(collective, inputs, outputs, op, root);
+  Call call({"time_calls", rank_}, static_cast<Collective>(value_of(bridge::collective_code(collective))), root);
+  add_tensors(call, inputs, outputs, op);
   const auto repeated = bridge::group_repeat(*group_->group, call.finish(), samples, calls, fenced);
-  hold_memory(repeated.status, inputs);
-  hold_memory(repeated.status, outputs);
+  settle(repeated.status, nullptr, [&] { return memory_of({inputs}, outputs); });
   throw_python_error_if_set();
   throw_unless_ok(repeated.status);
   return {repeated.nanos.begin(), repeated.nanos.end()};
@@ -611,9 +610,6 @@ std::vector<int64_t> AcclBackend::time_calls(const std::string& collective, cons
 // --- memory ---
 
 at::Tensor AcclBackend::allocateTensor(long size, at::TensorOptions options) {
-  if (!options.device().is_cpu()) {
-    refuse(bridge::Kind::InvalidType, "allocate_tensor", "device " + options.device().str() + "; accl allocates CPU memory");
-  }
   return at::empty({size}, options);
 }
 

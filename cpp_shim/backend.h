@@ -148,8 +148,10 @@ class AcclBackend : public c10d::Backend {
   bool wants_work(bool async_op) const;
   // Begins the synchronous event of issuing a call, which ends with `span`. Some styles of names have no such event.
   void record_call(const Event& event, Span& span) const;
-  // Records the facts of the call for execution traces, until `record` ends.
-  void record_facts(const Event& event, const Results& results, bool async_op, CallRecord& record) const;
+  // Runs a call while its facts are recorded for execution traces, from which it can be repeated.
+  template <class Run>
+  WorkPtr recorded(const Event& event, const Results& results, bool async_op, Run run) const;
+  WorkPtr run_recorded(Call& call, const Event& event, const Results& results, bool async_op);
   c10::intrusive_ptr<AcclWork> make_work(const Event& event, const Results& results) const;
   // Returns the milliseconds of the call's own timeout plus its ephemeral extensions, for the call with this key.
   int64_t extended_ms(int64_t timeout_ms, uint64_t key) const;

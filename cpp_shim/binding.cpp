@@ -10,44 +10,6 @@
 
 namespace accl {
 
-namespace {
-
-// Drops the last reference without the GIL, like c10d's own holder: threads that a backend waits for may need the GIL.
-template <class T>
-class NoGilPtr {
- public:
-  NoGilPtr() = default;
-  NoGilPtr(c10::intrusive_ptr<T> pointer) : pointer_(std::move(pointer)) {}  // NOLINT: implicit as the base's holder
-  explicit NoGilPtr(T* pointer) : pointer_(c10::intrusive_ptr<T>::unsafe_steal_from_new(pointer)) {}
-  NoGilPtr(const NoGilPtr&) = default;
-  NoGilPtr(NoGilPtr&&) noexcept = default;
-  NoGilPtr& operator=(const NoGilPtr&) = default;
-  NoGilPtr& operator=(NoGilPtr&&) noexcept = default;
-  ~NoGilPtr() {
-    if (pointer_ && PyGILState_Check() != 0) {
-      py::gil_scoped_release no_gil;
-      pointer_.reset();
-    }
-  }
-
-  T& operator*() const noexcept { return *pointer_; }
-  T* operator->() const noexcept { return pointer_.get(); }
-  T* get() const noexcept { return pointer_.get(); }
-  void reset() noexcept { pointer_.reset(); }
-  explicit operator bool() const noexcept { return static_cast<bool>(pointer_); }
-
- private:
-  c10::intrusive_ptr<T> pointer_;
-};
-
-}  // namespace
-
-}  // namespace accl
-
-PYBIND11_DECLARE_HOLDER_TYPE(T, accl::NoGilPtr<T>, true)
-
-namespace accl {
-
 using OptionsState = std::tuple<std::map<std::string, std::string>, std::chrono::milliseconds, std::vector<uint64_t>, std::string, std::string>;
 
 rust::Str bridge::built_with() noexcept { return ACCL_BUILT_WITH; }
@@ -72,7 +34,9 @@ bool bridge::define_classes(std::size_t module_address) noexcept {
             return options;
           }));
 
-  py::class_<AcclBackend, c10d::Backend, NoGilPtr<AcclBackend>> backend(module, "Backend");
+  // Dropped without the GIL: threads that a backend waits for may need it.
+  py::class_<AcclBackend, c10d::Backend, c10::intrusive_ptr<AcclBackend>> backend(module, "Backend",
+                                                                                 py::release_gil_before_calling_cpp_dtor());
   backend.def_property_readonly("options", [](AcclBackend& self) { return self.getBackendOptions(); })
       .def("_set_default_timeout", &AcclBackend::setTimeout, py::arg("timeout"), py::call_guard<py::gil_scoped_release>())
       .def("describe", &AcclBackend::describe)

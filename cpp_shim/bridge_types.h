@@ -31,7 +31,6 @@ class Task {
   virtual ~Task() = default;
   virtual Status run() noexcept = 0;
 };
-Status run_task(std::unique_ptr<Task> task) noexcept;
 
 // Completes a call that has ended while no caller waits for it. Runs on a completion thread, with no lock held.
 class CompletionTask {
@@ -40,7 +39,36 @@ class CompletionTask {
   // Returns false if something is left to do that cannot be done now; it is called again soon.
   virtual bool run() noexcept = 0;
 };
-bool run_completion(CompletionTask& task) noexcept;
+
+// A point in a stream of an accelerator.
+class AcceleratorEvent {
+ public:
+  virtual ~AcceleratorEvent() = default;
+  virtual bool has_come() const = 0;
+};
+
+// Host memory from which and to which accelerators copy without the processor.
+class PinnedMemory {
+ public:
+  virtual ~PinnedMemory() = default;
+  virtual std::size_t address() const noexcept = 0;
+};
+std::unique_ptr<PinnedMemory> pin_memory(std::int8_t device_type, std::size_t bytes);
+
+// The copies of one call on an accelerator: see accelerator.h. `out` is the direction to the tensors.
+struct AcceleratorStream;
+class AcceleratorCall {
+ public:
+  virtual ~AcceleratorCall() = default;
+  virtual rust::String device_name() const noexcept = 0;
+  virtual AcceleratorStream stream() const noexcept = 0;
+  virtual std::int64_t pool_stream() const = 0;
+  virtual void begin(std::int64_t in, std::int64_t out) const = 0;
+  virtual bool may_copy(bool out) const = 0;
+  virtual void copy(bool out, std::size_t tensor, std::size_t host, std::uint64_t bytes, bool is_pinned) const = 0;
+  virtual std::unique_ptr<AcceleratorEvent> record(bool out) const = 0;
+  virtual void finish() const = 0;
+};
 
 bool python_interrupted() noexcept;
 bool python_interrupted_at_end() noexcept;

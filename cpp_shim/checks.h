@@ -15,18 +15,18 @@ namespace accl {
 
 class Check {
  public:
-  explicit Check(const char* call) : call_(call) {}
+  explicit Check(Origin origin) : origin_(origin) {}
 
   // The failure function that c10d's assert functions expect.
   std::function<void(const std::string&)> fail() const {
-    return [call = call_](const std::string& message) { refuse(bridge::Kind::InvalidArgument, call, message); };
+    return [origin = origin_](const std::string& message) { refuse(bridge::Kind::InvalidArgument, origin, message); };
   }
 
   void that(bool holds, const char* message) const {
     if (!holds) bad(message);
   }
 
-  // Checks that every tensor is dense and in this machine's memory.
+  // Checks that every tensor is strided, in memory that calls can use.
   void memory(at::TensorList tensors) const {
     for (size_t i = 0; i < tensors.size(); ++i) one(tensors[i], i);
   }
@@ -151,17 +151,19 @@ class Check {
  private:
   template <class... Parts>
   [[noreturn]] void bad(const Parts&... parts) const {
-    refuse(bridge::Kind::InvalidArgument, call_, c10::str(parts...));
+    refuse(bridge::Kind::InvalidArgument, origin_, c10::str(parts...));
   }
 
   void one(const at::Tensor& tensor, size_t index) const {
-    const auto wrong = [&](const auto&... message) { refuse(bridge::Kind::InvalidType, call_, c10::str(message...)); };
+    const auto wrong = [&](const auto&... message) { refuse(bridge::Kind::InvalidType, origin_, c10::str(message...)); };
     if (!tensor.defined()) wrong("tensor at index ", index, " is undefined");
     if (tensor.layout() != at::kStrided) {
       wrong("invalid tensor layout at index ", index, " (expected Strided, got ", c10d::toString(tensor.layout()),
             "): unsupported layout, only dense tensors are taken");
     }
-    if (!tensor.device().is_cpu()) wrong("tensor at index ", index, " is on device ", tensor.device(), "; accl takes CPU tensors");
+    if (!tensor.device().is_cpu() && !has_streams(tensor.device())) {
+      wrong("tensor at index ", index, " is on device ", tensor.device(), "; accl takes tensors of the CPU and of accelerators");
+    }
     if (!tensor.has_storage() || tensor._is_zerotensor()) {
       wrong("tensor at index ", index, " has no memory of its own; call contiguous() or clone() first");
     }
@@ -174,13 +176,17 @@ class Check {
     }
   }
 
-  const char* call_;
+  Origin origin_;
 };
 
 // A call while it is being checked and described.
 struct Call {
-  Call(bridge::Collective collective, const char* name, int64_t root = 0)
-      : name(name), check(name), inputs(Access::kRead, name), outputs(Access::kWrite, name) {
+  Call(Origin origin, bridge::Collective collective, int64_t root = 0)
+      : origin(origin),
+        check(origin),
+        placement(origin),
+        inputs(Access::kRead, origin, placement),
+        outputs(Access::kWrite, origin, placement) {
     args.collective = collective;
     args.root = static_cast<uint32_t>(root);
     args.factor = 1.0;
@@ -191,10 +197,12 @@ struct Call {
     args.is_profiled = false;
   }
 
+  Call(const Call&) = delete;
+
   void reduce(const c10d::ReduceOp& op) {
     // torch's codes of operators are also the engine's.
     args.op = static_cast<uint8_t>(op.op_);
-    args.factor = factor_of(op, name);
+    args.factor = factor_of(op, origin);
   }
 
   // The result is valid as long as this call and its tensors live.
@@ -206,9 +214,10 @@ struct Call {
     return args;
   }
 
-  const char* name;
+  const Origin origin;
   const Check check;
   bridge::CallArgs args{};
+  Placement placement;
   Blocks inputs;
   Blocks outputs;
 };

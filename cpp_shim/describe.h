@@ -7,33 +7,67 @@
 
 #include <c10/util/SmallVector.h>
 
-#include "errors.h"
+#include "accelerator.h"
 #include "torch_compat.h"
 
 namespace accl {
 
 // The code of a tensor's dtype.
-inline uint8_t to_dtype(at::ScalarType type, const char* call) {
+inline uint8_t to_dtype(at::ScalarType type, Origin origin) {
   const auto code = bridge::dtype_code(static_cast<int8_t>(type));
-  if (code == 255) refuse(bridge::Kind::Unsupported, call, c10::str("tensors of type ", type, " cannot be sent"));
+  if (code == 255) refuse(bridge::Kind::Unsupported, origin, c10::str("tensors of type ", type, " cannot be sent"));
   return code;
 }
 
 // The factor of PREMUL_SUM, from a number or a tensor of one element; 1 for other operators.
-inline double factor_of(const c10d::ReduceOp& op, const char* call) {
+inline double factor_of(const c10d::ReduceOp& op, Origin origin) {
   if (op.op_ != c10d::ReduceOp::PREMUL_SUM) return 1.0;
   const auto* supplement = dynamic_cast<const c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
-  if (supplement == nullptr) refuse(bridge::Kind::InvalidArgument, call, "PREMUL_SUM has no factor");
+  if (supplement == nullptr) refuse(bridge::Kind::InvalidArgument, origin, "PREMUL_SUM has no factor");
   return supplement->tensor_factor.defined() ? supplement->tensor_factor.item<double>() : supplement->double_factor;
 }
 
 // Whether the call writes the described memory.
 enum class Access { kRead, kWrite };
 
+// The device of a call's tensors. All tensors of a call are on one device.
+class Placement {
+ public:
+  explicit Placement(Origin origin) : origin_(origin) {}
+
+  // Returns the dense form of a tensor on an accelerator; null in host memory.
+  const at::Tensor* place(const at::Tensor& tensor, bool is_written) {
+    if (tensor.device().is_cpu() && !tensors_) {
+      has_host_ = true;
+      return nullptr;
+    }
+    return &on_device(tensor, is_written);
+  }
+
+  // Null if the tensors are in host memory.
+  const std::shared_ptr<StagedTensors>& tensors() const { return tensors_; }
+
+ private:
+  const at::Tensor& on_device(const at::Tensor& tensor, bool is_written) {
+    const auto device = tensor.device();
+    if (!tensors_ && !has_host_) tensors_ = std::make_shared<StagedTensors>(device, origin_);
+    if (!tensors_ || tensors_->device() != device) {
+      const auto other = tensors_ ? tensors_->device().str() : std::string("cpu");
+      refuse(bridge::Kind::InvalidType, origin_,
+             "tensors of the call are on " + other + " and on " + device.str() + "; put all tensors of a call on one device");
+    }
+    return tensors_->dense(tensor, is_written);
+  }
+
+  Origin origin_;
+  bool has_host_ = false;
+  std::shared_ptr<StagedTensors> tensors_;
+};
+
 // The tensors of one side of a call, as blocks of pieces. Borrows the tensors' shapes, so the tensors must outlive it.
 class Blocks {
  public:
-  Blocks(Access access, const char* call) : access_(access), call_(call) {}
+  Blocks(Access access, Origin origin, Placement& placement) : access_(access), origin_(origin), placement_(placement) {}
 
   void open_block() { counts_.push_back(0); }
 
@@ -42,7 +76,7 @@ class Blocks {
     if (tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg()) {
       push(dense(tensor, 0, tensor.numel()));
     } else {
-      push(strided(tensor, tensor.sizes().data(), 0));
+      push(strided(tensor, tensor.sizes().data(), 0, 0));
     }
   }
 
@@ -60,7 +94,7 @@ class Blocks {
     }
     auto& sizes = narrowed_.emplace_back(tensor.sizes().vec());
     sizes[0] = count;
-    push(strided(tensor, sizes.data(), first * tensor.stride(0)));
+    push(strided(tensor, sizes.data(), first * tensor.stride(0), first * row));
   }
 
   // Adds part `index` of `parts` equal parts, in row-major order.
@@ -71,7 +105,7 @@ class Blocks {
     } else if (tensor.dim() > 0 && tensor.size(0) % parts == 0) {
       rows(tensor, index * (tensor.size(0) / parts), tensor.size(0) / parts);
     } else {
-      refuse(bridge::Kind::InvalidArgument, call_,
+      refuse(bridge::Kind::InvalidArgument, origin_,
              "a non-contiguous tensor must divide into the ranks' blocks along dimension 0; call contiguous() first");
     }
   }
@@ -112,24 +146,28 @@ class Blocks {
     ++counts_.back();
   }
 
-  bridge::TensorView base(const at::Tensor& tensor, int64_t offset) {
+  // Describes the elements from memory offset `offset`; in row-major order the first of them is number `index`.
+  bridge::TensorView base(const at::Tensor& tensor, int64_t offset, int64_t index) {
     bridge::TensorView view{};
-    view.dtype = to_dtype(tensor.scalar_type(), call_);
-    if (tensor.numel() > 0) {
-      const void* data = access_ == Access::kWrite ? tensor.mutable_data_ptr() : tensor.const_data_ptr();
-      view.data = reinterpret_cast<size_t>(data) + offset * static_cast<int64_t>(tensor.element_size());
-    }
+    view.dtype = to_dtype(tensor.scalar_type(), origin_);
+    const bool is_written = access_ == Access::kWrite;
+    const auto* there = placement_.place(tensor, is_written);
+    if (tensor.numel() == 0) return view;
+    const void* data = is_written ? tensor.mutable_data_ptr() : tensor.const_data_ptr();
+    const auto size = static_cast<int64_t>(tensor.element_size());
+    view.data = reinterpret_cast<size_t>(data) + offset * size;
+    if (there != nullptr) view.dense = reinterpret_cast<size_t>(there->const_data_ptr()) + index * size;
     return view;
   }
 
   bridge::TensorView dense(const at::Tensor& tensor, int64_t offset, int64_t count) {
-    auto view = base(tensor, offset);
+    auto view = base(tensor, offset, offset);
     view.count = count;
     return view;
   }
 
-  bridge::TensorView strided(const at::Tensor& tensor, const int64_t* sizes, int64_t offset) {
-    auto view = base(tensor, offset);
+  bridge::TensorView strided(const at::Tensor& tensor, const int64_t* sizes, int64_t offset, int64_t index) {
+    auto view = base(tensor, offset, index);
     const int64_t* strides = tensor.strides().data();
     view.dim = static_cast<size_t>(tensor.dim());
     if (view.dim == 0) {
@@ -145,7 +183,8 @@ class Blocks {
   }
 
   Access access_;
-  const char* call_;
+  Origin origin_;
+  Placement& placement_;
   c10::SmallVector<bridge::TensorView, 2> views_;
   c10::SmallVector<uint32_t, 4> counts_;
   std::list<std::vector<int64_t>> narrowed_;  // a list: pointers into it stay valid, and an empty one allocates nothing

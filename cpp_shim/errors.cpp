@@ -53,8 +53,8 @@ std::exception_ptr to_exception(const bridge::Status& status) {
   }
 }
 
-void refuse(Kind kind, const char* call, const std::string& message) {
-  throw_status({kind, "accl: " + std::string(call) + ": " + message, -1, -1});
+void refuse(Kind kind, Origin origin, const std::string& message) {
+  throw_status({kind, "accl: [rank " + std::to_string(origin.rank) + "] " + origin.call + ": " + message, origin.rank, -1});
 }
 
 bridge::Status current_exception_status() noexcept {

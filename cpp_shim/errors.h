@@ -32,6 +32,12 @@ inline void throw_unless_ok(const bridge::Status& status) {
   if (!is_ok(status)) throw_status(status);
 }
 
+// Returns the number, or throws the error instead of it.
+inline int64_t value_of(const bridge::Numbered& numbered) {
+  throw_unless_ok(numbered.status);
+  return numbered.value;
+}
+
 // Returns the status as an exception, or null for success. Takes no GIL, so a refused argument becomes torch's plain
 // ValueError or TypeError.
 std::exception_ptr to_exception(const bridge::Status& status);
@@ -39,8 +45,14 @@ std::exception_ptr to_exception(const bridge::Status& status);
 // Converts the exception being handled to a status.
 bridge::Status current_exception_status() noexcept;
 
-// Throws "accl: broadcast: message" as an error of `kind`.
-[[noreturn]] void refuse(bridge::Kind kind, const char* call, const std::string& message);
+// Name of a call and the rank that issues it, for messages.
+struct Origin {
+  const char* call;
+  int rank;
+};
+
+// Throws "accl: [rank 1] broadcast: message" as an error of `kind`.
+[[noreturn]] void refuse(bridge::Kind kind, Origin origin, const std::string& message);
 
 // Throws unless the call succeeded; after an interrupt, the exception that the signal handler raised.
 void throw_unless_done(const bridge::Waited& waited);

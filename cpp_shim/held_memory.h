@@ -1,7 +1,7 @@
-// Memory of failed calls to which a library (such as MPI) or a device that cannot be stopped may still write.
+// Memory of failed calls that may still be in use.
 //
-// Owns that this memory is never freed: no code can know when freeing would be safe. Resizing the storage of such a
-// tensor still frees it.
+// Owns that memory is never freed if a library (such as MPI) or a device that cannot be stopped may still write to it: no
+// code can know when freeing would be safe. Resizing the storage of such a tensor still frees it.
 #pragma once
 
 #include <vector>
@@ -17,11 +17,14 @@ inline void hold_memory(const bridge::Status& status, std::vector<c10::Storage> 
   if (status.must_leak_memory) new std::vector<c10::Storage>(std::move(memory));
 }
 
-inline void hold_memory(const bridge::Status& status, at::TensorList tensors) {
-  if (!status.must_leak_memory) return;
+// The memory of the results and of other tensors of a call.
+inline std::vector<c10::Storage> memory_of(const std::vector<std::vector<at::Tensor>>& results, at::TensorList others) {
   std::vector<c10::Storage> memory;
-  for (const auto& tensor : tensors) memory.push_back(tensor.storage());
-  hold_memory(status, std::move(memory));
+  for (const auto& list : results) {
+    for (const auto& tensor : list) memory.push_back(tensor.storage());
+  }
+  for (const auto& tensor : others) memory.push_back(tensor.storage());
+  return memory;
 }
 
 }  // namespace accl

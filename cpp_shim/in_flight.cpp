@@ -5,6 +5,8 @@
 #include <limits>
 #include <new>
 
+#include <c10/core/StreamGuard.h>
+
 #include "held_memory.h"
 #include "interpreter.h"
 #include "timeouts.h"
@@ -28,8 +30,11 @@ c10::IValue Outputs::value() const {
 
 // --- entries ---
 
-bool WorkEntry::ended() const {
-  return completed() || bridge::ticket_done(*ticket).how != Outcome::Running;
+bool WorkEntry::ended() const { return completed() || through(); }
+
+bool WorkEntry::through() const {
+  if (completed() && !accelerator) return true;
+  return bridge::ticket_done(*ticket).how != Outcome::Running;
 }
 
 WorkEntry::~WorkEntry() {
@@ -37,15 +42,11 @@ WorkEntry::~WorkEntry() {
   auto held = bridge::ticket_held(*ticket);
   // If the status is unknown, keep the memory: no error can be reported here.
   held.must_leak_memory = held.must_leak_memory || !is_ok(held);
+  if (accelerator) accelerator->outlive(bridge::ticket_error(*ticket), held, memory);
   hold_memory(held, std::move(memory));
 }
 
-void WorkEntry::keep_memory() {
-  for (const auto& list : outputs.lists) {
-    for (const auto& tensor : list) memory.push_back(tensor.storage());
-  }
-  for (const auto& tensor : kept) memory.push_back(tensor.storage());
-}
+void WorkEntry::keep_memory() { memory = memory_of(outputs.lists, kept); }
 
 void WorkEntry::record_phases(const char* title) {
   // The thread that closes the event holds this entry.
@@ -59,10 +60,16 @@ std::exception_ptr WorkEntry::error() const {
 namespace {
 
 void complete_future(c10::ivalue::Future& future, const WorkEntry& entry) {
-  if (const auto error = entry.error()) {
-    future.setError(error);
-  } else {
+  if (const auto error = entry.error()) return future.setError(error);
+  try {
+    // On an accelerator, callbacks run behind the results.
+    c10::OptionalStreamGuard on;
+    if (entry.accelerator) on.reset_stream(entry.accelerator->results_stream());
     future.markCompleted(entry.outputs.value());
+  } catch (const std::exception&) {
+    // A device that has failed since: threads that wait for the future must not wait for ever.
+    if (!future.completed()) return future.setError(std::current_exception());
+    throw;
   }
 }
 
@@ -71,22 +78,24 @@ void complete_future(c10::ivalue::Future& future, const WorkEntry& entry) {
 // Runs on a completion thread. Holds the list, and a plain pointer to the entry. The list keeps a watched entry until
 // `task_has_run`, so that this thread never drops the last reference to it.
 struct EntryCompletion final : bridge::CompletionTask {
-  EntryCompletion(std::shared_ptr<InFlight> home, WorkEntry* entry) : home(std::move(home)), entry(entry) {}
+  // The entry's `tasks` counts the task already.
+  EntryCompletion(std::shared_ptr<InFlight> home, WorkEntry* entry, bool runs_hooks)
+      : home(std::move(home)), entry(entry), runs_hooks(runs_hooks) {}
 
   bool run() noexcept override {
     if (entry != nullptr) {
       if (entry->claim()) home->complete(*entry);
+      if (runs_hooks) home->run_hooks(*entry);
       // From here on the list may release the entry.
-      std::exchange(entry, nullptr)->task_has_run.store(true, std::memory_order_release);
+      std::exchange(entry, nullptr)->tasks.fetch_sub(1, std::memory_order_release);
     }
     return home->schedule_drain();
   }
 
   std::shared_ptr<InFlight> home;
   WorkEntry* entry;
+  bool runs_hooks;
 };
-
-bool bridge::run_completion(CompletionTask& task) noexcept { return task.run(); }
 
 void InFlight::add(std::shared_ptr<WorkEntry> entry) {
   const auto lock = lock_.hold();
@@ -103,9 +112,10 @@ void InFlight::drain(size_t budget) {
     for (size_t looked = std::min(budget, entries_.size()); looked > 0 && !entries_.empty(); --looked) {
       if (cursor_ >= entries_.size()) cursor_ = 0;
       auto& entry = entries_[cursor_];
-      // A watched entry belongs to its completion thread until that thread has run its task.
-      const bool mine = !entry->watched && entry->ended() && entry->claim();
-      const bool free = entry->completed() && (!entry->watched || entry->task_has_run.load(std::memory_order_acquire));
+      // An entry belongs to its completion tasks until they have run.
+      const bool is_ours = entry->tasks.load(std::memory_order_acquire) == 0;
+      const bool mine = is_ours && entry->ended() && entry->claim();
+      const bool free = is_ours && entry->completed() && entry->through();
       if (!mine && !free) {
         ++cursor_;
         continue;
@@ -128,7 +138,7 @@ void InFlight::complete(WorkEntry& entry) noexcept {
   // Closed first, because a thread that waits for the call may end the profile next.
   entry.event.close();
   if (!lock_.is_ours()) return entry.state.store(WorkEntry::kCompleted, std::memory_order_seq_cst);
-  const bool has_hooks = completion_hooks_.any() || abort_hooks_.any();
+  const bool has_hooks = !entry.has_hook_task && (completion_hooks_.any() || abort_hooks_.any());
   bool calls_out = has_hooks;
   {
     const auto lock = lock_.hold();
@@ -283,7 +293,9 @@ void InFlight::expire(uint64_t key) {
 
 c10::intrusive_ptr<c10::ivalue::Future> InFlight::future_of(const std::shared_ptr<WorkEntry>& entry) {
   at::ThreadLocalState caller;
-  auto future = c10::make_intrusive<c10::ivalue::Future>(entry->outputs.type());
+  std::vector<c10::Device> devices;
+  if (entry->accelerator) devices.push_back(entry->accelerator->device());
+  auto future = c10::make_intrusive<c10::ivalue::Future>(entry->outputs.type(), std::move(devices));
   bool closed = false;
   {
     const auto lock = lock_.hold();
@@ -302,19 +314,32 @@ c10::intrusive_ptr<c10::ivalue::Future> InFlight::future_of(const std::shared_pt
   return future;
 }
 
+void InFlight::end_when_through(const std::shared_ptr<WorkEntry>& entry) {
+  entry->has_hook_task = true;
+  entry->tasks.fetch_add(1, std::memory_order_relaxed);
+  auto task = std::make_unique<EntryCompletion>(shared_from_this(), entry.get(), true);
+  if (is_ok(bridge::ticket_when_through(*entry->ticket, std::move(task)))) return;
+  // Without a completion thread, the thread that completes the entry runs the hooks.
+  entry->tasks.fetch_sub(1, std::memory_order_relaxed);
+  entry->has_hook_task = false;
+}
+
 void InFlight::watch(const std::shared_ptr<WorkEntry>& entry) {
   {
     const auto lock = lock_.hold();
     // In a forked child the ticket refuses the request below.
     if (lock && (entry->closed || entry->watched)) return;
     if (lock) entry->watched = true;
+    // Under the lock, so that no drain takes the entry before the task has it.
+    entry->tasks.fetch_add(1, std::memory_order_relaxed);
   }
   // If there is no completion thread, the drains complete the entry, as for an entry that is not watched.
   const auto status =
-      bridge::ticket_when_done(*entry->ticket, std::make_unique<EntryCompletion>(shared_from_this(), entry.get()));
+      bridge::ticket_when_done(*entry->ticket, std::make_unique<EntryCompletion>(shared_from_this(), entry.get(), false));
   if (is_ok(status)) return;
   {
     const auto lock = lock_.hold();
+    entry->tasks.fetch_sub(1, std::memory_order_relaxed);
     if (lock) entry->watched = false;
   }
   throw_status(status);

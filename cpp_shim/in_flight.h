@@ -19,7 +19,7 @@
 
 #include <ATen/ThreadLocalState.h>
 
-#include "errors.h"
+#include "accelerator.h"
 #include "hooks.h"
 #include "process_lock.h"
 #include "profile.h"
@@ -66,8 +66,10 @@ struct WorkEntry {
     return state.compare_exchange_strong(expected, kClaimed, std::memory_order_acq_rel);
   }
   bool completed() const { return state.load(std::memory_order_acquire) == kCompleted; }
-  // Whether the outputs are written or the call has failed.
+  // Whether the outputs are written or the call has failed. On an accelerator, a completed call may only be enqueued.
   bool ended() const;
+  // Whether nothing accesses the tensors any more.
+  bool through() const;
   // Returns why an ended call failed, or null.
   std::exception_ptr error() const;
   // Keeps the memory of all tensors alive independently of the tensors.
@@ -81,10 +83,12 @@ struct WorkEntry {
   Outputs outputs;
   Tensors kept;  // other tensors that must live until the call completes
   std::vector<c10::Storage> memory;  // stays even if a tensor gets other storage
+  std::shared_ptr<StagedTensors> accelerator;  // null if the tensors are in host memory
   AsyncEvent event;
   std::chrono::milliseconds timeout{0};
   std::atomic<uint8_t> state{kRunning};
-  std::atomic<bool> task_has_run{false};  // the completion thread has finished with the entry
+  std::atomic<uint32_t> tasks{0};  // completion tasks that have yet to finish with the entry
+  bool has_hook_task = false;      // one of them runs the hooks
 
   // Guarded by the list's lock.
   c10::intrusive_ptr<c10::ivalue::Future> future;
@@ -115,6 +119,8 @@ class InFlight : public std::enable_shared_from_this<InFlight> {
   // Waits, without the GIL, for another thread to complete the entry.
   void await_completed(const WorkEntry& entry, std::chrono::steady_clock::time_point deadline);
   c10::intrusive_ptr<c10::ivalue::Future> future_of(const std::shared_ptr<WorkEntry>& entry);
+  // Makes a completion thread run the hooks of a call on an accelerator when the call is through, and let go of it.
+  void end_when_through(const std::shared_ptr<WorkEntry>& entry);
   // Makes a completion thread complete the entry, unless one will already.
   void watch(const std::shared_ptr<WorkEntry>& entry);
 

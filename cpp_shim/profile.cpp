@@ -3,24 +3,13 @@
 
 #include <numeric>
 #include <string_view>
-#include <tuple>
 #include <unordered_map>
-
-#include <torch/csrc/distributed/c10d/ParamCommsUtils.hpp>
 
 #include "interpreter.h"
 
 namespace accl {
 
 namespace {
-
-// Sets the sequence number. Older torch releases have no such field; there it does nothing.
-template <class Info>
-auto note_seq(Info& info, int64_t seq, int) -> decltype(info.setSequenceInfo(seq, false)) {
-  info.setSequenceInfo(seq, false);
-}
-template <class Info>
-void note_seq(Info&, int64_t, long) {}
 
 using ProfilerState = torch::profiler::impl::ProfilerStateBase;
 
@@ -138,35 +127,6 @@ void record_phases(const char* title, const bridge::PhaseNanos& phases) noexcept
   } catch (const std::exception& thrown) {
     TORCH_WARN_ONCE("accl: a profiler event is lost: ", thrown.what());
   }
-}
-
-void CallRecord::begin(CallFacts facts, const std::vector<at::Tensor>& inputs, const std::vector<at::Tensor>& outputs) {
-  auto callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION);
-  if (!callbacks.has_value()) return;
-  const auto& sample = !inputs.empty() ? inputs : outputs;
-  const std::vector<int64_t> no_splits;
-  const auto group = std::make_tuple(facts.group_name, facts.group_description);
-  const std::string name(bridge::event_name({}, bridge::EventName::C10d, facts.title, 0).text);
-  auto info = std::make_shared<torch::ParamCommsDebugInfo>(
-      group, static_cast<int>(facts.rank), std::string(name), elements_of(inputs), elements_of(outputs),
-      sample.empty() ? at::kByte : sample[0].scalar_type(), no_splits, no_splits, static_cast<int>(facts.first_global_rank),
-      static_cast<int>(facts.global_rank_stride), static_cast<int>(facts.world));
-  note_seq(*info, facts.seq, 0);
-  facts_.emplace(c10::DebugInfoKind::PARAM_COMMS_INFO, std::move(info));
-  const std::vector<c10::IValue> given{inputs,
-                                       std::make_tuple(facts.seq, false),
-                                       group,
-                                       facts.rank,
-                                       name,
-                                       no_splits,
-                                       no_splits,
-                                       facts.first_global_rank,
-                                       facts.global_rank_stride,
-                                       facts.world,
-                                       facts.is_async};
-  event_.emplace(std::move(*callbacks));
-  if (event_->needsOutputs()) event_->setOutputs(std::vector<c10::IValue>{outputs});
-  event_->before(at::kParamCommsCallName, c10::ArrayRef<const c10::IValue>(given.data(), given.size()));
 }
 
 }  // namespace accl

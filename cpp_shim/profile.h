@@ -1,8 +1,8 @@
 // Events that torch's profiler records for calls and for waits.
 //
-// Owns the events that begin and end in one thread, and the facts about a call in execution traces. Rust has the names
-// of events. torch creates a call's asynchronous event from the title of its work. Without a profiler, everything here
-// costs only a check.
+// Owns the events that begin and end in one thread. Rust has the names of events. torch creates a call's asynchronous
+// event from the title of its work, and records the facts of a call for execution traces. Without a profiler, everything
+// here costs only a check.
 #pragma once
 
 #include <functional>
@@ -100,34 +100,6 @@ class AsyncEvent {
   std::shared_ptr<c10::ThreadLocalDebugInfo> infos_;  // keeps the state below alive as long as this event
   torch::profiler::impl::ProfilerStateBase* local_ = nullptr;
   std::shared_ptr<torch::profiler::impl::ProfilerStateBase> global_;
-};
-
-// Facts about a call in execution traces, from which the call can be repeated.
-struct CallFacts {
-  int64_t seq;
-  std::string group_name;
-  std::string group_description;
-  int64_t rank;
-  int64_t world;
-  int64_t first_global_rank;
-  int64_t global_rank_stride;
-  const char* title;
-  bool is_async;
-};
-
-// The record of a call for execution traces, as ProcessGroupNCCL makes it (`record_param_comms`): from `begin` to the
-// end of the scope.
-class CallRecord {
- public:
-  CallRecord() = default;
-  CallRecord(const CallRecord&) = delete;
-  CallRecord& operator=(const CallRecord&) = delete;
-
-  void begin(CallFacts facts, const std::vector<at::Tensor>& inputs, const std::vector<at::Tensor>& outputs);
-
- private:
-  std::optional<c10::DebugInfoGuard> facts_;
-  std::optional<at::RecordFunction> event_;
 };
 
 }  // namespace accl

@@ -11,6 +11,8 @@
 
 #include <ATen/ATen.h>
 #include <ATen/SparseTensorImpl.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include "checks.h"
 #include "errors.h"
@@ -25,13 +27,14 @@ class SparseSum final : public bridge::Task {
   static constexpr uint64_t kCalls = 3;
 
   SparseSum(std::shared_ptr<GroupHandle> group, at::Tensor tensor, int rank, int world, int64_t timeout_ms)
-      : group_(std::move(group)), tensor_(std::move(tensor)), rank_(rank), world_(world), timeout_ms_(timeout_ms) {}
+      : group_(std::move(group)), tensor_(std::move(tensor)), rank_(rank), world_(world), timeout_ms_(timeout_ms) {
+    const auto device = tensor_.device();
+    if (!device.is_cpu()) stream_ = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+  }
 
   // Reserves the sequence numbers of its calls and returns the first.
   int64_t reserve() {
-    const auto first = bridge::group_reserve(*group_->group, kCalls);
-    throw_unless_ok(first.status);
-    return first_ = seq_ = first.value;
+    return first_ = seq_ = value_of(bridge::group_reserve(*group_->group, kCalls));
   }
 
   bridge::Status run() noexcept override {
@@ -51,7 +54,10 @@ class SparseSum final : public bridge::Task {
   bridge::Status sum_or_status() noexcept {
     try {
       const at::NoGradGuard no_grad;
+      c10::OptionalStreamGuard on;
+      if (stream_) on.reset_stream(*stream_);
       sum();
+      if (stream_) stream_->synchronize();
     } catch (const Failed& failed) {
       return failed.status;
     } catch (...) {
@@ -113,15 +119,15 @@ class SparseSum final : public bridge::Task {
 
   // Blocks until the call completes; allowed, because another thread moves the bytes.
   void all_gather(const at::Tensor& input, const std::vector<at::Tensor>& outputs) {
-    Call call(bridge::Collective::AllGather, "all_reduce");
+    Call call({"all_reduce", rank_}, bridge::Collective::AllGather);
     call.inputs.block(input);
     for (const auto& output : outputs) call.outputs.block(output);
     call.args.equal_blocks = std::all_of(outputs.begin(), outputs.end(), [&](const auto& t) { return t.numel() == input.numel(); });
     call.args.timeout_ms = timeout_ms_;
     call.args.seq = seq_++;
-    const auto waited = bridge::group_call(*group_->group, call.finish());
-    hold_memory(waited.status, outputs);
-    hold_memory(waited.status, input);
+    const auto& accelerator = call.placement.tensors();
+    const auto waited = bridge::group_call(*group_->group, call.finish(), accelerator).waited;
+    settle(waited.status, accelerator.get(), [&] { return memory_of({outputs}, input); });
     if (waited.how != bridge::Outcome::Done) throw Failed{waited.status};
   }
 
@@ -132,6 +138,7 @@ class SparseSum final : public bridge::Task {
   int64_t first_ = -1;
   int64_t seq_ = -1;
   int64_t timeout_ms_;
+  std::optional<c10::Stream> stream_;  // the caller's, if the tensor is on an accelerator
 };
 
 }  // namespace accl

@@ -32,6 +32,15 @@
 
 namespace accl {
 
+// Whether the stream captures a graph. Older versions cannot say so: there the device refuses the copies.
+inline bool is_capturing(const c10::Stream& stream) {
+#if ACCL_TORCH_AT_LEAST(2, 15)
+  return stream.is_capturing();
+#else
+  return static_cast<void>(stream), false;
+#endif
+}
+
 // Hook types for failed groups and completed calls. Before 2.15, torch registers no completion hook.
 using AbortHook = std::function<void()>;
 #if ACCL_TORCH_AT_LEAST(2, 15)

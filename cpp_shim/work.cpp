@@ -4,8 +4,11 @@
 #include <algorithm>
 
 #include <ATen/record_function.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include "interpreter.h"
 #include "timeouts.h"
 
 namespace accl {
@@ -40,7 +43,7 @@ AcclWork::~AcclWork() {
 }
 
 bool AcclWork::isCompleted() {
-  if (entry_->completed()) return true;
+  if (entry_->completed() && entry_->through()) return true;
   if (bridge::ticket_poll(*entry_->ticket).how == Outcome::Running) return false;
   const bool completed = home_->try_complete(*entry_);
   home_->drain(8);
@@ -52,10 +55,9 @@ bool AcclWork::isSuccess() const { return entry_->ended() && exception() == null
 std::exception_ptr AcclWork::exception() const { return entry_->ended() ? entry_->error() : nullptr; }
 
 int AcclWork::sourceRank() const {
-  const auto source = bridge::ticket_source(*entry_->ticket);
-  throw_unless_ok(source.status);
-  TORCH_CHECK(source.value >= 0, "sourceRank() may only be called on a receive that is complete");
-  return static_cast<int>(source.value);
+  const auto source = value_of(bridge::ticket_source(*entry_->ticket));
+  TORCH_CHECK(source >= 0, "sourceRank() may only be called on a receive that is complete");
+  return static_cast<int>(source);
 }
 
 Tensors AcclWork::result() {
@@ -78,7 +80,7 @@ bool AcclWork::wait(std::chrono::milliseconds timeout) {
   if (!entry_->completed()) {
     const bool is_own = timeout <= kNoTimeout;
     const auto begun = is_own ? Clock::time_point() : Clock::now();
-    const auto waited = wait_without_gil(*entry_->ticket, timeout);
+    const auto waited = without_gil([&] { return bridge::ticket_wait(*entry_->ticket, is_own ? -1 : timeout.count()); });
     // The call may still be running: the time of this wait has passed, a signal handler raised, or the wait itself
     // failed.
     if (waited.how == Outcome::Interrupted || !entry_->ended()) throw_unless_done(waited);
@@ -91,7 +93,15 @@ bool AcclWork::wait(std::chrono::milliseconds timeout) {
   }
   forget(*this);
   throw_unless_ok(bridge::ticket_error(*entry_->ticket));
+  if (entry_->accelerator) entry_->accelerator->block_current_stream();
   return true;
+}
+
+void AcclWork::blockCurrentStream() {
+  TORCH_CHECK_NOT_IMPLEMENTED(retrieveOpType() != c10d::OpType::_ALLREDUCE_SPARSE,
+                              "accl: block_current_stream: a sparse sum uses the stream itself; call wait()");
+  if (!entry_->accelerator) return Work::blockCurrentStream();
+  block_stream_until_through(entry_->accelerator, *getFuture(), entry_->timeout);
 }
 
 void AcclWork::abort() { throw_unless_ok(bridge::ticket_abort(*entry_->ticket, "Work.abort() was called")); }
@@ -99,17 +109,14 @@ void AcclWork::abort() { throw_unless_ok(bridge::ticket_abort(*entry_->ticket, "
 c10::intrusive_ptr<c10::ivalue::Future> AcclWork::getFuture() { return home_->future_of(entry_); }
 
 float AcclWork::getDuration() const {
-  const auto nanos = bridge::ticket_nanos(*entry_->ticket);
-  throw_unless_ok(nanos.status);
-  TORCH_CHECK(nanos.value >= 0, "getDuration() needs a completed call and timing, see enable_collectives_timing()");
-  return static_cast<float>(nanos.value) / 1e6F;
+  const auto nanos = value_of(bridge::ticket_nanos(*entry_->ticket));
+  TORCH_CHECK(nanos >= 0, "getDuration() needs a completed call and timing, see enable_collectives_timing()");
+  return static_cast<float>(nanos) / 1e6F;
 }
 
 uint64_t AcclWork::getSequencenumber() const {
   if (entry_->seq >= 0) return static_cast<uint64_t>(entry_->seq);
-  const auto seq = bridge::ticket_seq(*entry_->ticket);
-  throw_unless_ok(seq.status);
-  return static_cast<uint64_t>(seq.value);
+  return static_cast<uint64_t>(value_of(bridge::ticket_seq(*entry_->ticket)));
 }
 
 void AcclWork::complete_here() {
@@ -163,11 +170,26 @@ void CoalescedWork::abort() {
 
 c10::intrusive_ptr<c10::ivalue::Future> CoalescedWork::getFuture() {
   c10::List<c10::intrusive_ptr<c10::ivalue::Future>> futures(c10::FutureType::create(c10::ListType::ofTensors()));
-  for (const auto& part : parts_) futures.push_back(part->getFuture());
-  return c10::collectAll(futures)->then(
-      [](c10::ivalue::Future& all) {
+  std::vector<c10::Device> devices;
+  for (const auto& part : parts_) {
+    futures.push_back(part->getFuture());
+    for (const auto& device : futures.get(futures.size() - 1)->devices()) devices.push_back(device);
+  }
+  std::sort(devices.begin(), devices.end(), [](const auto& a, const auto& b) { return a.index() < b.index(); });
+  devices.erase(std::unique(devices.begin(), devices.end()), devices.end());
+  auto result = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::ofTensors(), std::move(devices));
+  c10::collectAll(futures)->addCallback(
+      [result, futures](c10::ivalue::Future& all) {
+        if (all.hasError()) return result->setError(all.exception_ptr());
+        std::vector<c10::Stream> streams;
+        for (const auto& device : result->devices()) {
+          streams.push_back(c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device));
+        }
+        const c10::MultiStreamGuard on(streams);
         Tensors tensors;
         for (const c10::IValue& future : all.value().toListRef()) {
+          // The current streams wait for the results of a part on an accelerator.
+          future.toFuture()->wait();
           for (const c10::IValue& item : future.toFuture()->value().toListRef()) {
             if (item.isTensor()) {
               tensors.push_back(item.toTensor());
@@ -176,9 +198,13 @@ c10::intrusive_ptr<c10::ivalue::Future> CoalescedWork::getFuture() {
             }
           }
         }
-        return c10::IValue(std::move(tensors));
-      },
-      c10::ListType::ofTensors());
+        result->markCompleted(c10::IValue(std::move(tensors)));
+      });
+  return result;
+}
+
+void CoalescedWork::blockCurrentStream() {
+  for (const auto& part : parts_) part->blockCurrentStream();
 }
 
 uint64_t CoalescedWork::getSequencenumber() const { return parts_.empty() ? 0 : parts_.back()->getSequencenumber(); }

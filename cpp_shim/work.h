@@ -10,7 +10,6 @@
 #include "in_flight.h"
 #include "profile.h"
 #include "torch_compat.h"
-#include "waits.h"
 
 namespace accl {
 
@@ -26,8 +25,12 @@ class AcclWork : public c10d::Work {
   std::exception_ptr exception() const override;
   int sourceRank() const override;
   Tensors result() override;
-  void synchronize() override {}
+  void synchronize() override {
+    if (entry_->accelerator) wait();
+  }
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
+  // On an accelerator, the stream continues when the results are there or the call has failed.
+  void blockCurrentStream() override;
   void abort() override;
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
   float getDuration() const override;
@@ -56,8 +59,11 @@ class CoalescedWork : public c10d::Work {
   bool isSuccess() const override;
   std::exception_ptr exception() const override;
   Tensors result() override;
-  void synchronize() override {}
+  void synchronize() override {
+    for (const auto& part : parts_) part->synchronize();
+  }
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
+  void blockCurrentStream() override;
   void abort() override;
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
   uint64_t getSequencenumber() const override;

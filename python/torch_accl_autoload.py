@@ -20,7 +20,7 @@ def register() -> None:
         import torch.distributed as dist
 
         if dist.is_available() and "ACCL" not in dist.Backend._plugins:
-            dist.Backend.register_backend("accl", _create_backend, extended_api=True, devices=["cpu"])
+            dist.Backend.register_backend("accl", _create_backend, extended_api=True, devices=["cpu", "cuda", "xpu"])
     except Exception as error:
         # `import torch` must not fail because of this module. A program that requests the backend gets an error then.
         import warnings

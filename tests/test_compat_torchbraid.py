@@ -21,7 +21,7 @@ import pytest
 import torch
 import torch._dynamo  # imported once here: optimizers load it, which takes seconds in every rank
 import torch.distributed as dist
-from support import BACKEND, gloo_group, on_ranks, run_file, run_script
+from support import BACKEND, gloo_group, init_group, on_ranks, run_file, run_script
 from support.launchers import COMMANDS, OF_A_JOB, run_under
 from torch import nn
 from torch.nn import functional
@@ -1289,8 +1289,9 @@ def test_settings_without_effect_say_why_once():
     ]
 
 
-@on_ranks(2)
+@on_ranks(2, fresh=True, init=False)
 def test_buffers_of_mpi_say_where_states_are_sent_from(rank, world):
+    init_group("cpu:accl")
     with recorded_warnings() as said:
         net(user_mpi_buf=False)
         net(user_mpi_buf=True)
@@ -1301,7 +1302,7 @@ def test_buffers_of_mpi_say_where_states_are_sent_from(rank, world):
 def test_layers_that_no_backend_sends_from_are_refused(rank, world):
     made = net(lambda: Step().to("meta"), 2)
     with pytest.raises(ValueError, match="has no backend for that device"):
-        torchbraid._module._check_device(made.ranks, torch.device("cuda"))
+        torchbraid._module._check_device(made.ranks, torch.device("mps"))
 
 
 def test_a_first_guess_is_taken():

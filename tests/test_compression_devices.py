@@ -88,7 +88,7 @@ def test_a_model_that_is_sharded_over_other_devices_is_refused_by_apply_fsdp2(ra
     mesh = next(model.parameters()).device_mesh
     mesh._device_type = "cuda"
     try:
-        with pytest.raises(RuntimeError, match="on cuda, which the group has no backend for"):
+        with pytest.raises(RuntimeError, match="on cuda, which the group reduces with accl, uncompressed"):
             compression.apply_fsdp2(model, state)
     finally:
         mesh._device_type = "cpu"

@@ -110,7 +110,8 @@ def test_parameters_on_another_device_are_refused_when_the_state_is_made(rank, w
     with FakeTensorMode(allow_non_fake_inputs=True):
         net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8, device="cuda"))
     with pytest.raises(
-        RuntimeError, match=r"gradients on the CPU, but these are on cuda:0, which the group has no backend for"
+        RuntimeError,
+        match=r"gradients on the CPU, but these are on cuda:0, which the group reduces with accl, uncompressed",
     ):
         compression.CompressionState(Compression(), net)
     # A parameter without memory may still get its memory on the CPU.

@@ -517,7 +517,8 @@ for name in _native._bridged_functions():
     print(name, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 """
 
-# Functions that torch calls where no error can be raised, or that only its background work calls.
+# Functions that torch calls where no error can be raised, that only its background work calls, or that only calls on
+# accelerators use.
 SILENT = {
     "group_shutdown",
     "group_first_error",
@@ -529,6 +530,7 @@ SILENT = {
     "ticket_poll",
     "ticket_report",
     "ticket_when_done",
+    "ticket_when_through",
     "ticket_abort",
 }
 

@@ -93,7 +93,7 @@ BACKEND = {
 
 WORK = {
     "abort": OURS,
-    "blockCurrentStream": "refuses where there is no stream",
+    "blockCurrentStream": OURS,
     "exception": OURS,
     "getCompletionKey": OURS,
     "getDuration": OURS,

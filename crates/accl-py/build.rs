@@ -32,6 +32,7 @@ print(cpp_extension.library_paths()[0])
 ";
 
 const SOURCES: &[&str] = &[
+    "accelerator.cpp",
     "backend.cpp",
     "binding.cpp",
     "errors.cpp",
@@ -39,7 +40,6 @@ const SOURCES: &[&str] = &[
     "interpreter.cpp",
     "profile.cpp",
     "view_bits.cpp",
-    "waits.cpp",
     "work.cpp",
 ];
 

@@ -28,6 +28,7 @@ class Options(_native.BackendOptions):
         host_id: identity of the host, any text without blanks; ranks with different ones count as on different hosts.
         ring_bytes: maximum shared memory per direction between two processes of a host, a size from 16KiB to 64MiB.
         shm_limit: maximum shared memory that a process creates for its links, a size from 0 to 1TiB.
+        gpu_pinned: maximum pinned host memory that a process keeps for later calls on tensors of accelerators, a size from 0 to 1TiB.
         segment_bytes: maximum payload of a frame, a size from 1KiB to 4MiB.
         eager_bytes: maximum bytes sent to a peer before it issues the matching call, 128 more per message, a size from 0 to 64MiB.
         spin_us: how long a waiting thread spins, `"auto"` or microseconds from 0 to 1000000.
@@ -60,6 +61,7 @@ class Options(_native.BackendOptions):
         host_id: str | None = None,
         ring_bytes: int | str | None = None,
         shm_limit: int | str | None = None,
+        gpu_pinned: int | str | None = None,
         segment_bytes: int | str | None = None,
         eager_bytes: int | str | None = None,
         spin_us: int | str | None = None,
@@ -92,6 +94,7 @@ class Options(_native.BackendOptions):
             "host_id": host_id,
             "ring_bytes": ring_bytes,
             "shm_limit": shm_limit,
+            "gpu_pinned": gpu_pinned,
             "segment_bytes": segment_bytes,
             "eager_bytes": eager_bytes,
             "spin_us": spin_us,

@@ -12,10 +12,11 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Backend
 
@@ -61,10 +62,33 @@ _has_connected: list[bool] = []
 _knows_of_cgx: list[bool] = []
 
 
+class _Devices(list[str]):
+    """Device types of a group whose `backend` argument names none: these, and the type that a package adds to torch.
+
+    Such a package may be imported later, so its type is looked up when a group is created. `register_backend` must not see
+    it: it would make accl the type's default backend.
+    """
+
+    def __iter__(self) -> Iterator[str]:
+        yield from super().__iter__()
+        yield from self._added()
+
+    def __contains__(self, device: object) -> bool:
+        return super().__contains__(device) or device in self._added()
+
+    def _added(self) -> list[str]:
+        name = torch._C._get_privateuse1_backend_name()
+        is_registered = NAME.upper() in dist.Backend._plugins
+        return [name] if is_registered and hasattr(torch, name) and not super().__contains__(name) else []
+
+
 def register() -> None:
     """Registers the backend with torch.distributed. May be called repeatedly. It is also the entry point of torch's plug-ins."""
+    devices = _Devices(["cpu", "cuda", "xpu"])
     if NAME.upper() not in dist.Backend._plugins:
-        dist.Backend.register_backend(NAME, create_backend, extended_api=True, devices=["cpu"])
+        dist.Backend.register_backend(NAME, create_backend, extended_api=True, devices=devices)
+    # Before torch 2.14 the backend was registered without the type that a package adds.
+    dist.Backend.backend_capability[NAME] = devices
 
 
 def create_backend(group: Any, pg_options: _native.BackendOptions | None) -> _native.Backend:

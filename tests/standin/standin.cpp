@@ -21,6 +21,7 @@
 #include <mutex>
 #include <random>
 #include <set>
+#include <thread>
 #include <vector>
 
 #include <ATen/ATen.h>
@@ -32,6 +33,7 @@
 #include <ATen/ops/view_native.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <pybind11/pybind11.h>
+#include <torch/csrc/distributed/c10d/cuda/StreamBlock.hpp>
 #include <torch/csrc/utils/device_lazy_init.h>
 #include <torch/library.h>
 
@@ -41,13 +43,14 @@ constexpr int kDevices = 2;
 constexpr size_t kArena = size_t{2} << 30;
 constexpr size_t kAlign = 512;
 constexpr int kPool = 8;  // streams of the pool, per device
+constexpr int kBlocks = -1;  // no stream: blocks end when the host says so
 constexpr uint8_t kGarbage = 0xdb;
 
 // Errors of users that a real device does not report.
 struct Faults {
   std::atomic<uint64_t> pageable{0};      // non-blocking copies from or to memory that is not pinned
   std::atomic<uint64_t> wrong_device{0};  // work enqueued while another device is current
-  std::atomic<uint64_t> after_free{0};    // memory that is freed twice
+  std::atomic<uint64_t> after_free{0};    // memory that is freed twice, or copied after its end
 };
 Faults faults;
 
@@ -63,6 +66,7 @@ enum class Order { kEarly, kLate, kRandom };
 Order order = Order::kEarly;
 std::mt19937_64 draws;
 std::atomic<bool> broken{false};     // all work and queries fail, as after an illegal address
+std::atomic<bool> frozen{false};     // streams work only when a result is required
 std::atomic<bool> capturing{false};  // the current stream records a graph
 
 // One lock for everything: a stand-in need not be fast.
@@ -93,7 +97,7 @@ struct Stream_ {
 std::map<std::pair<int, int>, Stream_> streams;
 std::atomic<uint64_t> steps{0};
 
-void run_until(const std::shared_ptr<Event_>& event, uint64_t version);
+void run_until(std::shared_ptr<Event_> event, uint64_t version);
 
 // Does the next task of a stream. Returns false if there is none, or it waits for an event of another stream.
 bool step(int device, int stream) {
@@ -116,8 +120,15 @@ void drain(int device, int stream) {
   }
 }
 
-void run_until(const std::shared_ptr<Event_>& event, uint64_t version) {
+void run_until(std::shared_ptr<Event_> event, uint64_t version) {
   while (event->come < version) {
+    if (event->stream == kBlocks) {
+      // Another thread ends the block, and needs the lock.
+      lock_.unlock();
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      lock_.lock();
+      continue;
+    }
     auto& tasks = streams[{event->device, event->stream}].tasks;
     TORCH_CHECK(!tasks.empty(), "standin: a stream waits for an event that never comes");
     if (!step(event->device, event->stream)) run_until(tasks.front().awaited, tasks.front().version);
@@ -126,7 +137,7 @@ void run_until(const std::shared_ptr<Event_>& event, uint64_t version) {
 
 // Lets time pass: in the early order all streams finish, in the random order some of them move.
 void pass_time() {
-  if (order == Order::kLate) return;
+  if (order == Order::kLate || frozen) return;
   for (auto& [key, stream] : streams) {
     if (order == Order::kEarly) {
       while (step(key.first, key.second)) {
@@ -158,7 +169,13 @@ struct Arena {
   char* seen = nullptr;  // addresses that torch sees, without access rights
   char* used = nullptr;  // the same memory for tasks
   size_t next = 0;
-  std::map<char*, size_t> blocks;
+  struct Block {
+    size_t bytes;
+    int stream;  // current at the allocation
+    std::set<int> streams;  // other streams that were recorded for it
+  };
+  std::map<char*, Block> blocks;
+  std::map<const char*, size_t> dead;  // blocks whose end has come in the order of their stream
 };
 
 Arena& arena(int device) {
@@ -189,6 +206,16 @@ char* used(const void* seen) {
   return arena(device).used + (static_cast<const char*>(seen) - arena(device).seen);
 }
 
+// Lets a stream wait for what another one has to do now.
+void meet(int device, int stream, int waiting_device, int waiting_stream) {
+  const auto event = std::make_shared<Event_>();
+  event->device = device;
+  event->stream = stream;
+  event->version = 1;
+  streams[{device, stream}].tasks.push_back({[event] { event->come = 1; }});
+  streams[{waiting_device, waiting_stream}].tasks.push_back({nullptr, event, 1});
+}
+
 void free_block(void* seen) {
   const Lock lock(lock_);
   const int device = device_of(seen);
@@ -198,13 +225,28 @@ void free_block(void* seen) {
     ++faults.after_free;
     return;
   }
-  const size_t bytes = found->second;
+  const auto [bytes, stream, others] = found->second;
   blocks.erase(found);
   alive.device_bytes -= static_cast<int64_t>(bytes);
-  // In the order of the stream that is current, like the allocators of real devices.
+  // In the order of the stream of its allocation, like the allocators of real devices.
   char* memory = used(seen);
-  streams[{device, current_stream[device]}].tasks.push_back({[memory, bytes] { std::memset(memory, kGarbage, bytes); }});
+  for (const int other : others) meet(device, other, device, stream);
+  const auto fill = [memory, bytes = bytes, device] {
+    std::memset(memory, kGarbage, bytes);
+    arena(device).dead[memory] = bytes;
+  };
+  streams[{device, stream}].tasks.push_back({fill});
   pass_time();
+}
+
+// Whether a task's address is in a block whose end has come.
+bool is_dead(const void* memory) {
+  for (int device = 0; device < kDevices; ++device) {
+    const auto& dead = arena(device).dead;
+    auto after = dead.upper_bound(static_cast<const char*>(memory));
+    if (after != dead.begin() && static_cast<const char*>(memory) < (--after)->first + after->second) return true;
+  }
+  return false;
 }
 
 struct Allocator final : c10::Allocator {
@@ -217,10 +259,11 @@ struct Allocator final : c10::Allocator {
     if (memory.next + rounded > kArena) {
       TORCH_CHECK(memory.blocks.empty(), "standin: the arena is full");
       memory.next = 0;
+      memory.dead.clear();
     }
     char* seen = memory.seen + memory.next;
     memory.next += rounded;
-    memory.blocks[seen] = bytes;
+    memory.blocks[seen] = {bytes, current_stream[current_device], {}};
     alive.device_bytes += static_cast<int64_t>(bytes);
     std::memset(used(seen), kGarbage, bytes);
     return {seen, seen, &free_block, device};
@@ -283,6 +326,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return c10::Device(c10::kPrivateUse1, static_cast<c10::DeviceIndex>(current_device));
   }
   void setDevice(c10::Device device) const override {
+    refuse_if_broken();
     TORCH_CHECK(device.index() < kDevices, "standin: there are ", kDevices, " devices");
     if (device.has_index()) current_device = device.index();
   }
@@ -367,16 +411,24 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     refuse_if_broken();
     for (int stream = 0; stream <= kPool; ++stream) drain(device, stream);
   }
-  void recordDataPtrOnStream(const c10::DataPtr&, const c10::Stream&) const override {}
+  void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
+    const Lock lock(lock_);
+    const int device = device_of(data.get());
+    if (device < 0) return;
+    auto& blocks = arena(device).blocks;
+    const auto found = blocks.find(static_cast<char*>(data.get()));
+    if (found != blocks.end()) found->second.streams.insert(static_cast<int>(stream.id()));
+  }
   double elapsedTime(void*, void*, const c10::DeviceIndex) const override { return 0.0; }
   c10::DeviceIndex deviceCount() const noexcept override { return kDevices; }
 
  private:
   // One step of a stream, or of the stream for which it waits.
   static void advance(int device, int stream) {
-    if (step(device, stream)) return;
+    if (frozen || step(device, stream)) return;
     auto& tasks = streams[{device, stream}].tasks;
-    if (!tasks.empty()) advance(tasks.front().awaited->device, tasks.front().awaited->stream);
+    if (tasks.empty() || tasks.front().awaited->stream == kBlocks) return;
+    advance(tasks.front().awaited->device, tasks.front().awaited->stream);
   }
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
@@ -439,16 +491,6 @@ at::Tensor host_view(const at::Tensor& tensor) {
   return view;
 }
 
-// Lets a stream wait for what another one has to do now.
-void meet(int device, int stream, int waiting_device, int waiting_stream) {
-  const auto event = std::make_shared<Event_>();
-  event->device = device;
-  event->stream = stream;
-  event->version = 1;
-  streams[{device, stream}].tasks.push_back({[event] { event->come = 1; }});
-  streams[{waiting_device, waiting_stream}].tasks.push_back({nullptr, event, 1});
-}
-
 at::Tensor copy_from(const at::Tensor& self, const at::Tensor& to, bool non_blocking) {
   const auto& on = self.device().is_cpu() ? to : self;
   const auto& host = self.device().is_cpu() ? self : to;
@@ -461,6 +503,7 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& to, bool non_bloc
     // The views are made now: a task must not depend on what the caller does to its tensors later.
     auto from_view = host_view(self), to_view = host_view(to);
     const auto copy = [from_view, to_view]() mutable {
+      for (const auto* view : {&from_view, &to_view}) faults.after_free += is_dead(view->const_data_ptr());
       const at::AutoDispatchBelowADInplaceOrView below;
       to_view.copy_(from_view);
     };
@@ -486,6 +529,8 @@ at::Tensor copy_from_and_resize(const at::Tensor& self, const at::Tensor& to) {
 at::Scalar local_scalar_dense(const at::Tensor& self) { return at::_local_scalar_dense(self.cpu()); }
 
 const at::Tensor& resize(const at::Tensor& self, c10::SymIntArrayRef size, std::optional<at::MemoryFormat>) {
+  // A tensor of the same sizes stays as it is, whatever its strides.
+  if (self.sym_sizes() == size) return self;
   auto* impl = self.unsafeGetTensorImpl();
   impl->set_sizes_contiguous(C10_AS_INTARRAYREF_SLOW(size));
   const auto bytes = static_cast<size_t>(self.storage_offset() + self.numel()) * self.itemsize();
@@ -536,9 +581,36 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("view", TORCH_FN(at::native::view));
 }
 
+// Copies see the bits of lazy views, like `copy_`.
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(aten, Negative, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+
 TORCH_LIBRARY_IMPL(aten, BackendSelect, m) {
   m.impl("is_pinned", pinned_tensor);
   m.impl("_pin_memory", pin);
+}
+
+// --- blocks ---
+
+// Stops the current stream until `abort`.
+struct Block final : c10d::cuda::StreamBlock {
+  explicit Block(std::chrono::milliseconds) {
+    const Lock lock(lock_);
+    event->device = current_device;
+    event->stream = kBlocks;
+    event->version = 1;
+    enqueue(current_device, current_stream[current_device], {nullptr, event, 1});
+  }
+  void abort() override {
+    const Lock lock(lock_);
+    event->come = 1;
+    pass_time();
+  }
+  c10d::cuda::StreamBlockStatus status() override { return c10d::cuda::RUNNING; }
+  std::shared_ptr<Event_> event = std::make_shared<Event_>();
+};
+std::unique_ptr<c10d::cuda::StreamBlock> block_stream(std::chrono::milliseconds timeout) {
+  return std::make_unique<Block>(timeout);
 }
 
 }  // namespace
@@ -547,6 +619,7 @@ PYBIND11_MODULE(_standin, module) {
   at::RegisterPrivateUse1HooksInterface(new Hooks);
   c10::SetAllocator(c10::kPrivateUse1, &allocator);
   at::setHostAllocator(c10::kPrivateUse1, &host_allocator);
+  c10d::cuda::StreamBlockRegistry()->Register("STANDIN", block_stream);
   module.def("set_order", [](const std::string& name, uint64_t seed) {
     const Lock lock(lock_);
     TORCH_CHECK(name == "early" || name == "late" || name == "random", "no such order: ", name);
@@ -558,6 +631,7 @@ PYBIND11_MODULE(_standin, module) {
     const Lock lock(lock_);
     for (; count > 0; --count) enqueue(current_device, current_stream[current_device], {[] {}});
   });
+  module.def("freeze", [](bool now) { frozen = now; });
   module.def("break_context", [](bool now) { broken = now; });
   module.def("capture", [](bool now) { capturing = now; });
   module.def("exchange_device", [](int device) { return std::exchange(current_device, device); });

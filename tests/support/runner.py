@@ -29,6 +29,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from . import staged
+
 BACKEND = os.environ.get("ACCL_TEST_BACKEND", "accl")
 
 # Timeout of the groups in seconds. Shorter than the deadline of a test, so that a backend that notices a hang can
@@ -227,6 +229,8 @@ def _become_rank(rank, world, rendezvous, log, parent_pipe):
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank), str(world)
     os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"] = str(rank), str(world)
     _context = RankContext(rank, world, rendezvous)
+    if order := os.environ.get("ACCL_TEST_ORDER"):
+        staged.install(order, rank)
 
 
 def _attempt(body, arguments) -> tuple[str, object, str]:

@@ -6,11 +6,13 @@ use std::any::Any;
 use std::collections::VecDeque;
 use std::fmt;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use accl_engine::ExternalCopy;
 use accl_types::{Error, Result};
 use parking_lot::Mutex;
 
+use crate::enqueued::Flag;
 use crate::streams::{CallStreams, Direction, StreamCopy, StreamEvent};
 
 /// Bytes after which an event is recorded. More events cost more time than they save.
@@ -19,19 +21,30 @@ const EVENT_BYTES: u64 = 1 << 20;
 /// Streams of one call, shared by its parts and directions.
 pub(crate) type SharedStreams = Arc<Mutex<Box<dyn CallStreams>>>;
 
-/// Shared by all that may still enqueue copies to the tensors of a call. The last one reports that it is over.
+/// The parts of a call that copy to its tensors. The part that enqueues the last copy finishes the streams.
 #[derive(Debug)]
-pub(crate) struct CopiesOut(SharedStreams);
-
-impl CopiesOut {
-    pub(crate) fn new(streams: SharedStreams) -> Arc<Self> {
-        Arc::new(Self(streams))
-    }
+pub(crate) struct CopiesOut {
+    /// Number of parts that may still enqueue copies.
+    left: AtomicUsize,
+    /// Set when the last copy is enqueued.
+    pub(crate) enqueued: Arc<Flag>,
 }
 
-impl Drop for CopiesOut {
-    fn drop(&mut self) {
-        self.0.lock().issued();
+impl CopiesOut {
+    pub(crate) fn new() -> Arc<Self> {
+        Arc::new(Self { left: AtomicUsize::new(0), enqueued: Arc::default() })
+    }
+
+    /// Counts one more part. All parts are counted before one of them enqueues a copy.
+    pub(crate) fn add_part(self: &Arc<Self>) -> Arc<Self> {
+        self.left.fetch_add(1, Ordering::Relaxed);
+        self.clone()
+    }
+
+    /// Returns whether this was the last part, which has enqueued all its copies.
+    fn end_part(&self) -> bool {
+        // Relaxed: the lock of the streams orders the parts.
+        self.left.fetch_sub(1, Ordering::Relaxed) == 1
     }
 }
 
@@ -39,9 +52,11 @@ impl Drop for CopiesOut {
 #[derive(Debug)]
 pub(crate) struct Copier {
     streams: SharedStreams,
-    /// Set while copies to the tensors may be enqueued; `None` for copies to host memory.
+    /// `None` for copies to host memory.
     copies_out: Option<Arc<CopiesOut>>,
     direction: Direction,
+    /// Whether the streams take copies in this direction.
+    may_copy: bool,
     is_pinned: bool,
 }
 
@@ -56,6 +71,8 @@ pub(crate) struct Issued {
     pub(crate) failure: Option<Error>,
     /// Whether copies were enqueued behind which no event could be recorded.
     pub(crate) has_unknown: bool,
+    /// Whether copies are ready, and the streams do not take them yet.
+    pub(crate) awaits_stream: bool,
     /// Owner of the host memory.
     _keeps: Option<Arc<dyn Any + Send + Sync>>,
 }
@@ -80,20 +97,27 @@ impl Issued {
 
 impl Copier {
     pub(crate) fn into_host(streams: SharedStreams, is_pinned: bool) -> Self {
-        Self { streams, copies_out: None, direction: Direction::In, is_pinned }
+        Self { streams, copies_out: None, direction: Direction::In, may_copy: false, is_pinned }
     }
 
     pub(crate) fn to_tensors(streams: SharedStreams, copies_out: Arc<CopiesOut>, is_pinned: bool) -> Self {
-        Self { streams, copies_out: Some(copies_out), direction: Direction::Out, is_pinned }
+        Self { streams, copies_out: Some(copies_out), direction: Direction::Out, may_copy: false, is_pinned }
     }
 
-    /// Enqueues copies up to number `ready`, and records events behind them.
+    /// Enqueues copies up to number `ready`, and records events behind them. If the streams do not take copies yet, it
+    /// enqueues none, and [`Issued::awaits_stream`] is set.
     ///
     /// # Errors
     /// The error of the device. Copies may be in flight nevertheless, behind events that were recorded.
     pub(crate) fn issue(&mut self, copies: &[ExternalCopy], ready: usize, issued: &mut Issued) -> Result<()> {
         let mut streams = self.streams.lock();
+        self.may_copy = self.may_copy || streams.may_copy(self.direction)?;
+        issued.awaits_stream = !self.may_copy && ready > issued.count;
+        if !self.may_copy {
+            return Ok(());
+        }
         let mut since_event = 0;
+        let mut is_last = false;
         for (index, copy) in copies.iter().enumerate().take(ready).skip(issued.count) {
             streams.copy(StreamCopy {
                 direction: self.direction,
@@ -106,20 +130,19 @@ impl Copier {
             issued.count = index + 1;
             issued.has_unknown = true;
             since_event += copy.host.len_bytes();
+            if index + 1 == copies.len() && self.copies_out.as_ref().is_some_and(|copies_out| copies_out.end_part()) {
+                streams.finish()?;
+                is_last = true;
+            }
             if since_event >= EVENT_BYTES || index + 1 == ready {
                 issued.events.push_back((index + 1, streams.record(self.direction)?));
                 (issued.has_unknown, since_event) = (false, 0);
             }
         }
         drop(streams);
-        if issued.count == copies.len() {
-            self.give_up();
+        if let Some(copies_out) = self.copies_out.as_ref().filter(|_| is_last) {
+            copies_out.enqueued.set();
         }
         Ok(())
-    }
-
-    /// Records that no more copies will be enqueued.
-    pub(crate) fn give_up(&mut self) {
-        self.copies_out = None;
     }
 }

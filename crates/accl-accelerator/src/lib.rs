@@ -2,17 +2,21 @@
 //!
 //! torch copies such tensors to pinned host memory and back on side streams, and the engine's calls stream behind these
 //! copies. `streams` is the contract that torch's side has to keep. `staging` and `copies` enqueue the copies of one call,
-//! and `worker` is the thread that follows all of them. `pinned` keeps pinned memory for later calls. No stream and no kernel ever waits for
-//! another rank: the host does, by events. Read [`Accelerators`] first.
+//! and `worker` is the thread that follows all of them. `eager` does small blocking calls in their caller's thread. `pinned`
+//! keeps pinned memory for later calls. No stream and no kernel ever waits for another rank: the host does, by events. Read
+//! [`Accelerators`] first.
 
 #![forbid(unsafe_code)]
 
 mod copies;
+mod eager;
+mod enqueued;
 mod pinned;
 mod staging;
 mod streams;
 mod worker;
 
+pub use eager::EagerCall;
 pub use pinned::PinnedCounts;
 pub use staging::Accelerators;
 pub use streams::{CallStreams, Direction, Pinning, StreamCopy, StreamEvent};

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use accl_engine::LentMemory;
 use parking_lot::Mutex;
 
-use crate::streams::Pinning;
+use crate::streams::{Pinning, StreamEvent};
 
 /// Sizes are rounded up to a quarter of a power of two, so that similar calls share memory.
 const LEAST_BYTES: usize = 64 << 10;
@@ -40,6 +40,8 @@ struct State {
     idle: BTreeMap<usize, Vec<LentMemory>>,
     /// Blocks to be freed.
     excess: Vec<LentMemory>,
+    /// Blocks that copies still use, each with the event behind these copies.
+    in_flight: Vec<(LentMemory, Box<dyn StreamEvent>)>,
 }
 
 impl PinnedMemory {
@@ -54,6 +56,7 @@ impl PinnedMemory {
         len_bytes: usize,
         freed: impl Fn() + Send + Sync + 'static,
     ) -> Option<LentMemory> {
+        self.take_back();
         let wanted = rounded(len_bytes);
         let block = match self.take_idle(wanted) {
             Some(block) => block,
@@ -68,6 +71,31 @@ impl PinnedMemory {
                 freed();
             }
         }))
+    }
+
+    /// Keeps lent memory from other calls until an event has come.
+    pub(crate) fn give_back_after(&self, memory: LentMemory, event: Box<dyn StreamEvent>) {
+        self.state.lock().in_flight.push((memory, event));
+    }
+
+    /// Takes back memory whose events have come. Streams are independent, so one late event holds up no other.
+    fn take_back(&self) {
+        // The devices are asked without the lock, because the engine's lock waits for it.
+        let in_flight = std::mem::take(&mut self.state.lock().in_flight);
+        if in_flight.is_empty() {
+            return;
+        }
+        let mut left = Vec::new();
+        for (memory, event) in in_flight {
+            match event.has_come() {
+                // Gives the block back.
+                Ok(true) => drop(memory),
+                Ok(false) => left.push((memory, event)),
+                // The device has failed, so no event shows when the copies have been made.
+                Err(_) => std::mem::forget(memory),
+            }
+        }
+        self.state.lock().in_flight.append(&mut left);
     }
 
     fn take_idle(&self, wanted: usize) -> Option<LentMemory> {
@@ -104,6 +132,7 @@ impl PinnedMemory {
 
     /// Frees all idle blocks. May block.
     pub(crate) fn free_idle(&self) {
+        self.take_back();
         let mut state = self.state.lock();
         state.counts.idle_bytes = 0;
         let (idle, excess) = (std::mem::take(&mut state.idle), std::mem::take(&mut state.excess));
@@ -112,6 +141,7 @@ impl PinnedMemory {
     }
 
     pub(crate) fn counts(&self) -> PinnedCounts {
+        self.take_back();
         self.state.lock().counts
     }
 }

@@ -6,10 +6,10 @@
 
 use std::any::Any;
 use std::fmt;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Weak};
 
-use accl_engine::{External, ExternalCopy, ExternalTask, LentMemory, Staging};
+use accl_engine::{Enqueued, External, ExternalCopy, ExternalTask, LentMemory, Staging};
 use accl_types::Result;
 use parking_lot::Mutex;
 
@@ -38,16 +38,22 @@ impl Accelerators {
         Arc::new(Self { pinned, follower, most_pinned, has_warned: AtomicBool::new(false) })
     }
 
-    /// Returns what stages the tensors of one call, which are copied on `streams`.
-    pub fn staging(self: &Arc<Self>, streams: Box<dyn CallStreams>) -> Arc<dyn Staging> {
+    /// Returns what stages the tensors of one call, which are copied on `streams`. With `releases_early`, threads that wait
+    /// for the call continue when all copies are enqueued.
+    pub fn staging(self: &Arc<Self>, streams: Box<dyn CallStreams>, releases_early: bool) -> Arc<dyn Staging> {
         let device = streams.device();
         Arc::new(CallStaging {
             accelerators: self.clone(),
             device,
             streams: Arc::new(Mutex::new(streams)),
             is_pinned: AtomicBool::new(true),
-            copies_out: Mutex::default(),
+            copies_out: CopiesOut::new(),
+            releases_early,
         })
+    }
+
+    pub(crate) fn pinned_memory(&self) -> &Arc<PinnedMemory> {
+        &self.pinned
     }
 
     /// Returns the bytes of pinned memory.
@@ -76,7 +82,8 @@ struct CallStaging {
     streams: SharedStreams,
     /// Whether the memory of the copies is pinned.
     is_pinned: AtomicBool,
-    copies_out: Mutex<Weak<CopiesOut>>,
+    copies_out: Arc<CopiesOut>,
+    releases_early: bool,
 }
 
 impl CallStaging {
@@ -126,12 +133,12 @@ impl Staging for CallStaging {
     }
 
     fn copy_out(&self) -> Arc<dyn External> {
-        let mut shared = self.copies_out.lock();
-        // All parts of a call are prepared before one of them begins.
-        let copies_out = shared.upgrade().unwrap_or_else(|| CopiesOut::new(self.streams.clone()));
-        *shared = Arc::downgrade(&copies_out);
-        let copier = Copier::to_tensors(self.streams.clone(), copies_out, self.is_pinned());
+        let copier = Copier::to_tensors(self.streams.clone(), self.copies_out.add_part(), self.is_pinned());
         Arc::new(self.worker(copier, Issued::default()))
+    }
+
+    fn enqueued(&self) -> Option<Arc<dyn Enqueued>> {
+        self.releases_early.then(|| self.copies_out.enqueued.clone() as Arc<dyn Enqueued>)
     }
 }
 

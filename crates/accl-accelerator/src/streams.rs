@@ -36,11 +36,20 @@ pub struct StreamCopy {
 
 /// The tensors of one call, and the side streams on which they are copied.
 ///
-/// The tensors live until this value is dropped, which may happen on any thread. The first copy in waits for the work
-/// that the caller's stream had when the call was issued.
+/// Copies in wait for the work that the caller's stream had when the call was issued. The value may be dropped on any
+/// thread.
 pub trait CallStreams: Send + fmt::Debug {
     /// Returns the name of the device, for messages, such as `cuda:0`.
     fn device(&self) -> String;
+
+    /// Returns whether copies in this direction may be enqueued now; once `true`, it stays `true`. Never blocks.
+    ///
+    /// Copies to tensors must wait until the caller's stream has come to the call. Otherwise they would keep copies of
+    /// other calls from a side stream, and what the caller's stream waits for may depend on these.
+    ///
+    /// # Errors
+    /// `Device` as for [`CallStreams::copy`].
+    fn may_copy(&mut self, direction: Direction) -> Result<bool>;
 
     /// Enqueues a copy and returns. The memory must stay until an event that is recorded later has come.
     ///
@@ -54,9 +63,12 @@ pub trait CallStreams: Send + fmt::Debug {
     /// `Device` as for [`CallStreams::copy`].
     fn record(&mut self, direction: Direction) -> Result<Box<dyn StreamEvent>>;
 
-    /// Called once, when the last copy to the tensors is enqueued, or will not be; of a call that writes no tensor, never.
-    /// From then on, work that is enqueued behind the last event sees the results.
-    fn issued(&mut self) {}
+    /// Follows the last copy to the tensors, before an event is recorded behind it. Not called for a call that has failed
+    /// or writes no tensor.
+    ///
+    /// # Errors
+    /// `Device` as for [`CallStreams::copy`].
+    fn finish(&mut self) -> Result<()>;
 }
 
 /// Point in a stream.

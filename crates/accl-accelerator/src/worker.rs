@@ -21,7 +21,7 @@ use crate::pinned::PinnedMemory;
 const SPIN: Duration = Duration::from_micros(50);
 
 /// Part of the time waited so far by which an event may be seen late.
-const LATENESS: u32 = 16;
+const LATENESS: u32 = 64;
 
 /// Longest pause between two polls.
 const LONGEST_PAUSE: Duration = Duration::from_millis(10);
@@ -138,7 +138,7 @@ impl Follower {
             }
             if has_moved {
                 last = Instant::now();
-            } else if jobs.iter().all(|job| job.issued.events.is_empty()) {
+            } else if jobs.iter().all(|job| job.issued.events.is_empty() && !job.issued.awaits_stream) {
                 // Nothing can happen by itself.
                 std::thread::park();
             } else {
@@ -226,9 +226,10 @@ impl Job {
             match event.has_come() {
                 Ok(true) => made = Some(*count),
                 Ok(false) => break,
-                // None of the events of a failed device will come, and it writes nothing any more.
+                // No event shows any more when the copies have been made.
                 Err(error) => {
                     self.issued.failure.get_or_insert(error);
+                    self.issued.has_unknown = true;
                     self.issued.events.clear();
                     break;
                 }

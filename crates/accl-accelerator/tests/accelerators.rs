@@ -22,8 +22,10 @@ enum When {
     Early,
     /// A copy is made when an event behind it was asked for twice.
     Late,
-    /// Copies are made once the test says so.
+    /// Copies are made once the test says so. Copies to tensors are not taken before.
     Held,
+    /// Copies to tensors are made once the test says so. They are taken before.
+    HeldOut,
     /// The device takes no copies in this direction.
     Refused(Direction),
     /// The device takes copies and records no event behind them.
@@ -38,17 +40,21 @@ struct Device {
     when: When,
     is_released: AtomicBool,
     in_flight: AtomicUsize,
-    issued: AtomicUsize,
+    finished: AtomicUsize,
 }
 
 impl Device {
     fn new(when: When) -> Arc<Self> {
-        let (is_released, in_flight, issued) = Default::default();
-        Arc::new(Self { when, is_released, in_flight, issued })
+        let (is_released, in_flight, finished) = Default::default();
+        Arc::new(Self { when, is_released, in_flight, finished })
     }
 
     fn release(&self) {
         self.is_released.store(true, Ordering::Release);
+    }
+
+    fn is_released(&self) -> bool {
+        self.is_released.load(Ordering::Acquire)
     }
 }
 
@@ -71,7 +77,7 @@ struct Streams {
     outputs: Vec<usize>,
     queues: [Queue; 2],
     enqueued: [usize; 2],
-    has_issued: bool,
+    has_finished: bool,
 }
 
 impl std::fmt::Debug for Streams {
@@ -86,7 +92,7 @@ impl CallStreams for Streams {
     }
 
     fn copy(&mut self, copy: StreamCopy) -> Result<()> {
-        assert!(!self.has_issued, "a copy is enqueued after the last one");
+        assert!(!self.has_finished, "a copy is enqueued after the last one");
         if self.device.when == When::Refused(copy.direction) {
             return Err(Error::device("its fan has stopped"));
         }
@@ -116,10 +122,14 @@ impl CallStreams for Streams {
         Ok(Box::new(Event { device, direction, queue, left: Mutex::new(left) }))
     }
 
-    fn issued(&mut self) {
-        if !std::mem::replace(&mut self.has_issued, true) {
-            self.device.issued.fetch_add(1, Ordering::Relaxed);
-        }
+    fn may_copy(&mut self, direction: Direction) -> Result<bool> {
+        Ok(direction == Direction::In || self.device.when != When::Held || self.device.is_released())
+    }
+
+    fn finish(&mut self) -> Result<()> {
+        assert!(!std::mem::replace(&mut self.has_finished, true), "the last copy was already enqueued");
+        self.device.finished.fetch_add(1, Ordering::Relaxed);
+        Ok(())
     }
 }
 
@@ -149,7 +159,12 @@ impl StreamEvent for Event {
         if self.device.when == When::Broken(self.direction) {
             return Err(Error::device("an illegal address was accessed"));
         }
-        if self.device.when == When::Held && !self.device.is_released.load(Ordering::Acquire) {
+        let is_held = match self.device.when {
+            When::Held => true,
+            When::HeldOut => self.direction == Direction::Out,
+            When::Early | When::Late | When::Refused(_) | When::Unrecorded | When::Broken(_) => false,
+        };
+        if is_held && !self.device.is_released() {
             return Ok(false);
         }
         let (mut queue, mut left) = (self.queue.lock().unwrap(), self.left.lock().unwrap());
@@ -171,10 +186,17 @@ impl StreamEvent for Event {
 #[derive(Debug)]
 struct Heap;
 
+/// Number of blocks that were freed. Each test has a process of its own.
+static FREED: AtomicUsize = AtomicUsize::new(0);
+
 impl Pinning for Heap {
     fn allocate(&self, len_bytes: usize) -> Option<LentMemory> {
         // Not zeros: bytes that are used before they have arrived are wrong.
-        Some(LentMemory::pageable(vec![0xee; len_bytes].into()))
+        let memory = LentMemory::pageable(vec![0xee; len_bytes].into());
+        Some(memory.returned_to(|memory| {
+            FREED.fetch_add(1, Ordering::Relaxed);
+            drop(memory);
+        }))
     }
 }
 
@@ -190,18 +212,22 @@ fn on_device(mut desc: CallDesc, accelerators: &Arc<Accelerators>, device: &Arc<
             .map(|block| block.iter().map(|tensor| tensor.clone().in_memory(DEVICE)).collect::<Vec<_>>())
             .collect()
     };
+    let streams = streams_of(&desc, device);
+    (desc.inputs, desc.outputs) = (move_all(&desc.inputs), move_all(&desc.outputs));
+    desc.staging = Some(accelerators.staging(Box::new(streams), device.when == When::HeldOut));
+    desc
+}
+
+fn streams_of(desc: &CallDesc, device: &Arc<Device>) -> Streams {
     let addresses = |blocks: &Blocks| blocks.pieces().iter().map(|tensor| tensor.address() as usize).collect();
-    let streams = Streams {
+    Streams {
         device: device.clone(),
         inputs: addresses(if desc.inputs.is_empty() { &desc.outputs } else { &desc.inputs }),
         outputs: addresses(&desc.outputs),
         queues: Default::default(),
         enqueued: [0; 2],
-        has_issued: false,
-    };
-    (desc.inputs, desc.outputs) = (move_all(&desc.inputs), move_all(&desc.outputs));
-    desc.staging = Some(accelerators.staging(Box::new(streams)));
-    desc
+        has_finished: false,
+    }
 }
 
 fn all_reduce(data: &mut [f32], mode: Mode) -> CallDesc {
@@ -254,7 +280,7 @@ fn sums_of_tensors_on_an_accelerator_are_those_of_the_host() {
 }
 
 #[test]
-fn the_last_of_several_parts_reports_that_all_copies_are_enqueued() {
+fn the_last_of_several_parts_finishes_the_streams() {
     let accelerators = accelerators();
     let mut options = options(2, Fabric::Tcp);
     options.config.worker_count = WorkerCount::Exactly(2);
@@ -265,9 +291,178 @@ fn the_last_of_several_parts_reports_that_all_copies_are_enqueued() {
             let desc = on_device(all_reduce(&mut data, Mode::Blocking), &accelerators, &device);
             member.call(desc).unwrap();
             assert!(data == sums(2, 400_000));
-            assert_eq!(device.issued.load(Ordering::Relaxed), round);
+            assert_eq!(device.finished.load(Ordering::Relaxed), round);
         }
         assert_eq!(member.group.snapshot().groups[0].lanes.len(), 3);
+    });
+}
+
+#[test]
+fn a_wait_ends_when_all_copies_are_enqueued() {
+    for &fabric in FABRICS {
+        let accelerators = accelerators();
+        World::new(options(2, fabric)).run("g", |member| {
+            for mode in [Mode::Blocking, Mode::Async] {
+                let device = Device::new(if member.rank == 1 { When::HeldOut } else { When::Late });
+                let mut data = values(member.rank, 1000);
+                let call = member.group.submit(on_device(all_reduce(&mut data, mode), &accelerators, &device)).unwrap();
+                let (sender, callback) = std::sync::mpsc::channel();
+                call.when_done(Box::new(move || sender.send(()).unwrap())).unwrap();
+                finish(&call).unwrap();
+                callback.recv_timeout(PATIENCE).unwrap();
+                assert_eq!(call.is_done(), member.rank == 0);
+                assert_eq!(device.finished.load(Ordering::Relaxed), 1);
+                device.release();
+                until("the call completes", || call.test());
+                assert_eq!(data, sums(2, 1000));
+            }
+        });
+    }
+}
+
+#[test]
+fn a_group_that_is_left_while_results_are_copied_does_not_fail_the_call() {
+    let accelerators = accelerators();
+    World::new(options(2, Fabric::Shm)).run("g", |member| {
+        let device = Device::new(if member.rank == 1 { When::HeldOut } else { When::Late });
+        for is_message in [false, true] {
+            let mut data = values(member.rank, 1000);
+            let desc = match (is_message, member.rank) {
+                (false, _) => all_reduce(&mut data, Mode::Blocking),
+                (true, 0) => message(&mut data, Collective::Send, 1),
+                (true, _) => message(&mut data, Collective::Recv, 0),
+            };
+            let call = member.group.submit(on_device(desc, &accelerators, &device)).unwrap();
+            finish(&call).unwrap();
+            if is_message {
+                std::thread::scope(|scope| {
+                    scope.spawn(|| {
+                        std::thread::sleep(Duration::from_millis(50));
+                        device.release();
+                    });
+                    member.group.shutdown().unwrap();
+                });
+                assert!(call.is_done() && call.error().is_none(), "{:?}", call.error());
+                assert_eq!(data, values(0, 1000));
+            }
+        }
+        assert!(member.group.error().is_none());
+    });
+}
+
+#[test]
+fn a_part_that_copies_nothing_back_is_waited_for() {
+    let accelerators = accelerators();
+    let mut options = options(2, Fabric::Tcp);
+    options.config.worker_count = WorkerCount::Exactly(2);
+    World::new(options).run("g", |member| {
+        let sizes = [8, 400_000];
+        let device = Device::new(if member.rank == 0 { When::HeldOut } else { When::Late });
+        let mut inputs = sizes.map(|count| values(member.rank, count));
+        let mut output = vec![0.0; sizes[member.rank]];
+        let tensor =
+            |data: &mut [f32]| TensorDesc::dense(data.as_mut_ptr().cast(), Dtype::F32, Elems(data.len() as u64));
+        let mut desc = CallDesc { mode: Mode::Async, ..CallDesc::new(Collective::ReduceScatter, Dtype::F32) };
+        desc.inputs = inputs.iter_mut().map(|input| [tensor(input)]).collect();
+        desc.outputs = Blocks::of(tensor(&mut output));
+        desc.equal_blocks = false;
+        let call = member.group.submit(on_device(desc, &accelerators, &device)).unwrap();
+        if member.rank == 0 {
+            // Another part of the call still reads the inputs, and only its end shows that it does not.
+            let waited = call.wait(Some(Duration::from_millis(200)), &mut || false);
+            assert!(matches!(waited, Waited::TimedOut(_)), "{waited:?}");
+            device.release();
+        }
+        finish(&call).unwrap();
+        until("the call completes", || call.test());
+        assert_eq!(output, sums(2, sizes[member.rank]));
+    });
+}
+
+#[test]
+fn memory_of_small_calls_is_lent_again_when_its_copies_have_been_made() {
+    let accelerators = accelerators();
+    let device = Device::new(When::Held);
+    let mut data = values(1, 1000);
+    let begin = |data: &mut [f32], device: &Arc<Device>| {
+        let desc = all_reduce(data, Mode::Blocking);
+        let streams = streams_of(&desc, device);
+        accelerators.begin_eager(&desc, Box::new(streams)).unwrap().unwrap()
+    };
+    let late = begin(&mut data, &device);
+    assert!(!late.is_copied_in().unwrap());
+    drop(late);
+    // The copy of another stream is not held up, and does not use the same memory.
+    let early = Device::new(When::Early);
+    for _ in 0..100 {
+        let call = begin(&mut data, &early);
+        assert!(call.is_copied_in().unwrap());
+        call.copy_out().unwrap();
+    }
+    let counts = accelerators.pinned();
+    assert!(counts.used_bytes > 0 && counts.idle_bytes <= 2 * counts.used_bytes, "{counts:?}");
+    device.release();
+    until("the copy has been made", || accelerators.pinned().used_bytes == 0);
+    begin(&mut data, &early).leak_memory();
+    assert!(accelerators.pinned().used_bytes > 0, "a library may still write to it");
+}
+
+#[test]
+fn small_calls_free_the_memory_that_is_not_kept() {
+    let accelerators = Accelerators::new(Arc::new(Heap), 0, 1 << 30);
+    let (device, mut data) = (Device::new(When::Early), values(1, 1000));
+    for _ in 0..10 {
+        let desc = all_reduce(&mut data, Mode::Blocking);
+        let call = accelerators.begin_eager(&desc, Box::new(streams_of(&desc, &device))).unwrap().unwrap();
+        call.copy_out().unwrap();
+    }
+    assert!(FREED.load(Ordering::Relaxed) >= 8, "of 10 blocks");
+}
+
+#[test]
+fn a_rank_that_has_yet_to_forward_is_not_done_with_a_call() {
+    let accelerators = accelerators();
+    let mut options = options(3, Fabric::Tcp);
+    options.config.set_option("algorithm", "broadcast=chain").unwrap();
+    let may_join = std::sync::Barrier::new(2);
+    World::new(options).run("g", |member| {
+        const COUNT: usize = 2_000_000;
+        let device = Device::new(When::HeldOut);
+        let mut data = values(if member.rank == 0 { 5 } else { 0 }, COUNT);
+        let mut desc = CallDesc { collective: Collective::Broadcast, ..all_reduce(&mut data, Mode::Async) };
+        desc.timeout = Some(PATIENCE);
+        if member.rank == 2 {
+            // The call is late here, so rank 1 cannot send it on.
+            may_join.wait();
+        }
+        let call = member.group.submit(on_device(desc, &accelerators, &device)).unwrap();
+        if member.rank == 1 {
+            until("most results are copied out", || device.in_flight.load(Ordering::Relaxed) > 0);
+            let waited = call.wait(Some(Duration::from_millis(50)), &mut || false);
+            assert!(matches!(waited, Waited::TimedOut(_)), "its group could be destroyed now: {waited:?}");
+            may_join.wait();
+        }
+        finish(&call).unwrap();
+        device.release();
+        until("the call completes", || call.test());
+        assert!(data == values(5, COUNT));
+    });
+}
+
+#[test]
+fn a_wait_for_a_message_ends_when_all_copies_are_enqueued() {
+    let accelerators = accelerators();
+    World::new(options(2, Fabric::Tcp)).run("g", |member| {
+        let device = Device::new(When::HeldOut);
+        let (collective, peer) = if member.rank == 0 { (Collective::Send, 1) } else { (Collective::Recv, 0) };
+        let mut data = values(if member.rank == 0 { 5 } else { 0 }, 1000);
+        let call =
+            member.group.submit(on_device(message(&mut data, collective, peer), &accelerators, &device)).unwrap();
+        finish(&call).unwrap();
+        assert_eq!(call.is_done(), member.rank == 0);
+        device.release();
+        until("the message is there", || call.test());
+        assert_eq!(data, values(5, 1000));
     });
 }
 
@@ -350,7 +545,7 @@ fn a_call_that_fails_keeps_its_memory_until_its_copies_have_been_made() {
         assert!(matches!(call.wait(Some(PATIENCE), &mut || false), Waited::Failed(_)));
         assert_eq!(device.in_flight.load(Ordering::Relaxed), 0);
         assert_eq!(data, values(member.rank, 1000), "nothing is copied out after a failure");
-        assert_eq!(device.issued.load(Ordering::Relaxed), 1, "nothing more will be enqueued");
+        assert_eq!(device.finished.load(Ordering::Relaxed), 0, "the call has failed");
     });
     until("the memory is back", || accelerators.pinned().used_bytes == 0);
 }

@@ -32,7 +32,9 @@ pub use accl_executor::call::{Blocks, CallDesc, MemoryKind, Mode, TensorDesc, Wa
 pub use accl_executor::call::{
     Codecs, Encoded, Encoding, Measured, Probe, Residuals, Statistics, TILE_ELEMS, TILE_HEADER_BYTES, TensorCodecs,
 };
-pub use accl_executor::call::{External, ExternalCollective, ExternalCopy, ExternalTask, LentMemory, Staging};
+pub use accl_executor::call::{
+    Enqueued, External, ExternalCollective, ExternalCopy, ExternalTask, LentMemory, Staging,
+};
 pub use accl_executor::call::{PhaseTimes, Phases};
 pub use accl_executor::group::PacketSink;
 pub use accl_executor::group::Work;
@@ -67,6 +69,6 @@ pub mod internals {
     pub use crate::api::planning::Planning;
     pub use crate::connector::NOTE_DELAY;
     pub use crate::connector::peer_probe::{Found, PeerProbe, Question, ROUND};
-    pub use crate::in_flight::{InFlight, Kept, Notifier};
+    pub use crate::in_flight::{InFlight, Kept, Notifier, Release};
     pub use crate::lanes::{CoreJob, Cut, Lane, Least, Next, Numbers, Parts, parts_of};
 }

@@ -113,6 +113,8 @@ pub mod ffi {
         dim: usize,
         /// Number of elements of a dense tensor.
         count: i64,
+        /// Address of the elements in row-major order, if the tensor is on an accelerator; 0 in host memory.
+        dense: usize,
         /// The code that `dtype_code` returns.
         dtype: u8,
         /// Whether the memory holds the conjugate.
@@ -146,6 +148,18 @@ pub mod ffi {
         seq: i64,
         /// Whether the times of the call's phases are recorded.
         is_profiled: bool,
+        /// Whether waiting threads wait until an accelerator has made the last copy, not only until it is enqueued.
+        waits_for_device: bool,
+    }
+
+    /// A stream of torch.
+    struct AcceleratorStream {
+        /// `c10::DeviceType` of its device.
+        device_type: i8,
+        /// Index of the device.
+        device_index: i8,
+        /// `c10::StreamId`.
+        id: i64,
     }
 
     /// The times of a call's phases in nanoseconds; they add up to its duration.
@@ -219,9 +233,13 @@ pub mod ffi {
 
         fn group_create(group: &mut Group, runtime: &Runtime, args: &GroupArgs, store: &StoreRef) -> Status;
         fn group_create_sibling(group: &mut Group, other: &Group, args: &GroupArgs, store: &StoreRef) -> Status;
-        fn group_call(group: &Group, args: &CallArgs) -> Waited;
-        fn group_call_profiled(group: &Group, args: &CallArgs) -> Profiled;
-        fn group_submit(group: &Group, args: &CallArgs, ticket: &mut Ticket) -> Status;
+        fn group_call(group: &Group, args: &CallArgs, tensors: &SharedPtr<AcceleratorCall>) -> Profiled;
+        fn group_submit(
+            group: &Group,
+            args: &CallArgs,
+            tensors: &SharedPtr<AcceleratorCall>,
+            ticket: &mut Ticket,
+        ) -> Status;
         fn group_spawn(group: &Group, task: UniquePtr<Task>, ticket: &mut Ticket) -> Status;
         fn group_reserve(group: &Group, count: u64) -> Numbered;
         fn group_conclude(group: &Group, first: i64, count: u64, outcome: &Status) -> Status;
@@ -256,6 +274,7 @@ pub mod ffi {
         fn ticket_nanos(ticket: &Ticket) -> Numbered;
         fn ticket_phases(ticket: &Ticket) -> PhaseNanos;
         fn ticket_when_done(ticket: &Ticket, task: UniquePtr<CompletionTask>) -> Status;
+        fn ticket_when_through(ticket: &Ticket, task: UniquePtr<CompletionTask>) -> Status;
     }
 
     unsafe extern "C++" {
@@ -272,12 +291,42 @@ pub mod ffi {
 
         /// A task that issues several calls and waits for them, run on a completion thread.
         type Task;
-        fn run_task(task: UniquePtr<Task>) -> Status;
+        fn run(self: Pin<&mut Task>) -> Status;
 
-        /// Completes a call that has ended while no caller waits for it. `run_completion` returns false if it must be
+        /// Completes a call that has ended while no caller waits for it. `run` returns false if it must be
         /// called again soon.
         type CompletionTask;
-        fn run_completion(task: Pin<&mut CompletionTask>) -> bool;
+        fn run(self: Pin<&mut CompletionTask>) -> bool;
+
+        /// A point in a stream of an accelerator. Errors of a device cross the bridge as text.
+        type AcceleratorEvent;
+        fn has_come(self: &AcceleratorEvent) -> Result<bool>;
+
+        /// Host memory from which and to which accelerators copy without the processor.
+        type PinnedMemory;
+        fn address(self: &PinnedMemory) -> usize;
+        fn pin_memory(device_type: i8, bytes: usize) -> Result<UniquePtr<PinnedMemory>>;
+
+        /// The copies of one call on an accelerator. `out` is the direction to the tensors.
+        type AcceleratorCall;
+        fn device_name(self: &AcceleratorCall) -> String;
+        /// The stream on which the call was issued.
+        fn stream(self: &AcceleratorCall) -> AcceleratorStream;
+        /// The id of another stream of the device, from torch's pool.
+        fn pool_stream(self: &AcceleratorCall) -> Result<i64>;
+        /// Sets the side streams. Copies follow the work that the call's stream has now.
+        fn begin(self: &AcceleratorCall, in_stream: i64, out_stream: i64) -> Result<()>;
+        fn may_copy(self: &AcceleratorCall, out: bool) -> Result<bool>;
+        fn copy(
+            self: &AcceleratorCall,
+            out: bool,
+            tensor: usize,
+            host: usize,
+            bytes: u64,
+            is_pinned: bool,
+        ) -> Result<()>;
+        fn record(self: &AcceleratorCall, out: bool) -> Result<UniquePtr<AcceleratorEvent>>;
+        fn finish(self: &AcceleratorCall) -> Result<()>;
 
         /// Runs Python's signal handlers if this is Python's main thread. Returns true if one raised.
         fn python_interrupted() -> bool;
@@ -305,20 +354,30 @@ pub mod ffi {
 use accl_engine::fork_generation;
 
 use crate::group::{
-    dtype_code, group_abort, group_call, group_call_profiled, group_conclude, group_connect_all, group_create,
-    group_create_sibling, group_describe, group_enable_timing, group_error_type, group_first_error,
-    group_monitored_barrier, group_next_seq, group_profile_names, group_reserve, group_set_timeout, group_shutdown,
-    group_snapshot, group_spawn, group_submit,
+    dtype_code, group_abort, group_call, group_conclude, group_connect_all, group_create, group_create_sibling,
+    group_describe, group_enable_timing, group_error_type, group_first_error, group_monitored_barrier, group_next_seq,
+    group_profile_names, group_reserve, group_set_timeout, group_shutdown, group_snapshot, group_spawn, group_submit,
 };
 use crate::profile::event_name;
 use crate::repeat::{collective_code, group_algorithm, group_repeat};
 use crate::ticket::{
     ticket_abort, ticket_done, ticket_error, ticket_held, ticket_nanos, ticket_phases, ticket_poll, ticket_report,
-    ticket_seq, ticket_source, ticket_wait, ticket_when_done,
+    ticket_seq, ticket_source, ticket_wait, ticket_when_done, ticket_when_through,
 };
 
 // SAFETY: a task is moved as a whole and run by one thread. It holds tensors and a raw group reference that the shim
 // keeps alive until the task has run.
 unsafe impl Send for ffi::Task {}
+// SAFETY: torch's streams and events may be used by any thread. One thread at a time uses a call: the one that issues it,
+// then the one that has the lock of its `CallStreams`.
+unsafe impl Send for ffi::AcceleratorCall {}
+// SAFETY: the lock of the call's `CallStreams` lets one thread at a time use it.
+unsafe impl Sync for ffi::AcceleratorCall {}
+// SAFETY: any thread may query and destroy an event of torch.
+unsafe impl Send for ffi::AcceleratorEvent {}
+// SAFETY: any thread may free pinned memory of torch.
+unsafe impl Send for ffi::PinnedMemory {}
+// SAFETY: a shared reference gives access to nothing but the address.
+unsafe impl Sync for ffi::PinnedMemory {}
 // SAFETY: a completion task is moved as a whole and used by one thread.
 unsafe impl Send for ffi::CompletionTask {}

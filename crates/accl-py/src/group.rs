@@ -8,15 +8,17 @@ use std::time::Duration;
 
 use accl_engine::offload::OffloadKind;
 use accl_engine::{
-    Blocks, Call, CallDesc, Engine, GroupRole, GroupSpec, Mode, Phases, Submitted, TensorDesc, Waited as EngineWaited,
+    Blocks, Call, CallDesc, Engine, GroupRole, GroupSpec, MemoryKind, Mode, Phases, Submitted, TensorDesc,
+    Waited as EngineWaited,
 };
 use accl_types::config::{Config, LogLevel, ProfileNames};
 use accl_types::{Collective, Dtype, Elems, Error, ErrorKind, Rank, ReduceOp, Result};
-use cxx::UniquePtr;
+use cxx::{SharedPtr, UniquePtr};
 
+use crate::accelerator::{TorchAccelerators, complete_eagerly};
 use crate::bridge::ffi::{
-    self, CallArgs, Described, ErrorType, GroupArgs, Numbered, Outcome, PhaseNanos, Profiled, Status, TensorView,
-    Waited,
+    self, AcceleratorCall, CallArgs, Described, ErrorType, GroupArgs, Numbered, Outcome, PhaseNanos, Profiled, Status,
+    TensorView, Waited,
 };
 use crate::compression;
 use crate::guard::{FromError, bridged};
@@ -45,6 +47,8 @@ struct Slot {
     /// Kinds of offloads. They outlive an engine whose first group could not be created: a thread of its device may
     /// still run, and the next engine waits for it.
     offloads: Option<Vec<Arc<dyn OffloadKind>>>,
+    /// Tensors on accelerators. Created with the first group.
+    accelerators: Option<Arc<TorchAccelerators>>,
     has_made_groups: bool,
     /// Whether it is decided if this process reports variables that have no effect.
     has_warned: bool,
@@ -57,7 +61,7 @@ impl Slot {
         let pid = std::process::id();
         if self.pid != pid {
             // The parent's engine is leaked, because its threads and connections do not exist in this process.
-            std::mem::forget((self.engine.take(), self.offloads.take()));
+            std::mem::forget((self.engine.take(), self.offloads.take(), self.accelerators.take()));
             *self = Self { pid, ..Self::default() };
         }
         let engine = match &self.engine {
@@ -74,10 +78,27 @@ impl Slot {
     }
 }
 
+impl Slot {
+    fn accelerators(&mut self, most_idle: u64) -> Arc<TorchAccelerators> {
+        self.accelerators.get_or_insert_with(|| Arc::new(TorchAccelerators::new(most_idle))).clone()
+    }
+}
+
 impl Runtime {
     /// The engine, or `None` if no group was created or is being created.
     pub(crate) fn engine(&self) -> Option<Arc<Engine>> {
         self.slot().engine.clone()
+    }
+
+    /// Ends all use of accelerators, after the engine.
+    pub(crate) fn close_accelerators(&self) {
+        let slot = self.slot();
+        // A forked child has no threads of its parent.
+        let accelerators = slot.accelerators.clone().filter(|_| slot.pid == std::process::id());
+        drop(slot);
+        if let Some(accelerators) = accelerators {
+            accelerators.close();
+        }
     }
 
     fn slot(&self) -> MutexGuard<'_, Slot> {
@@ -88,12 +109,15 @@ impl Runtime {
     /// Creates a group in the process's engine. If the engine has created no group yet, a failure also drops the
     /// engine, so that its settings do not bind later groups.
     fn create(&self, config: Config, args: &GroupArgs, store: &ffi::StoreRef) -> Result<Inner> {
-        let names = config.profile_names;
+        let (names, pinned, eager_bytes) = (config.profile_names, config.gpu_pinned, config.eager_bytes);
         let spec = spec_of(config, args)?;
         let engine = self.slot().engine_of_this_process(&spec.config, args.rank)?;
         let made = engine.create_group(spec, &TorchStore::new(store), &mut ffi::python_interrupted);
-        let made = made.map(|group| Inner { engine, group, names });
         let mut slot = self.slot();
+        let made = made.map(|group| {
+            let accelerators = slot.accelerators(pinned);
+            Inner { engine, group, names, accelerators, eager_bytes }
+        });
         if let Ok(made) = &made {
             slot.has_made_groups = true;
             // Another thread whose group failed meanwhile may have dropped the engine.
@@ -121,6 +145,9 @@ struct Inner {
     engine: Arc<Engine>,
     group: Arc<accl_engine::Group>,
     names: ProfileNames,
+    accelerators: Arc<TorchAccelerators>,
+    /// Maximum bytes of a blocking call on an accelerator that its caller's thread does alone.
+    eager_bytes: u64,
 }
 
 impl Group {
@@ -130,6 +157,54 @@ impl Group {
 
     pub(crate) fn group(&self) -> Result<&Arc<accl_engine::Group>> {
         Ok(&self.inner()?.group)
+    }
+
+    /// Issues a call and waits for it. Sets `phases` if the call records them.
+    fn call(
+        &self,
+        args: &CallArgs,
+        tensors: &SharedPtr<AcceleratorCall>,
+        phases: &mut Option<Arc<Phases>>,
+    ) -> Result<Waited> {
+        let inner = self.inner()?;
+        if tensors.is_null() {
+            let mut desc = call_desc(args, Mode::Blocking)?;
+            return complete_with(&inner.group, &mut desc, phases);
+        }
+        let refused = |error| self.refused(tensors, error);
+        let small = call_desc(args, Mode::Blocking).map(|desc| (desc.bytes() <= inner.eager_bytes).then_some(desc))?;
+        if let Some(desc) = small.filter(|desc| desc.seq.is_none() && !args.waits_for_device)
+            && let Some(eager) = inner.accelerators.begin_eager(tensors, args, &desc).map_err(refused)?
+            && let Some(waited) = complete_eagerly(&inner.group, eager, phases).map_err(refused)?
+        {
+            return Ok(waited);
+        }
+        let mut desc = self.call_desc(args, tensors, Mode::Blocking)?;
+        complete_with(&inner.group, &mut desc, phases).map_err(refused)
+    }
+
+    /// Describes a call. `tensors` is null if its tensors are in host memory.
+    fn call_desc(&self, args: &CallArgs, tensors: &SharedPtr<AcceleratorCall>, mode: Mode) -> Result<CallDesc> {
+        let mut desc = call_desc(args, mode)?;
+        if !tensors.is_null() {
+            let staging = self.inner()?.accelerators.staging(tensors, args);
+            let staging = staging.map_err(|error| self.refused(tensors, error.of(desc.collective)));
+            desc.staging = Some(staging?);
+        }
+        Ok(desc)
+    }
+
+    /// Follows the refusal of a call. An accelerator that refuses a copy has failed, and the other ranks wait for the
+    /// call, so the group fails.
+    fn refused(&self, tensors: &SharedPtr<AcceleratorCall>, error: Error) -> Error {
+        if !tensors.is_null()
+            && error.kind == ErrorKind::Device
+            && let Some(inner) = &self.0
+        {
+            inner.group.fail(error.clone());
+            return inner.group.error().unwrap_or(error);
+        }
+        error
     }
 }
 
@@ -158,32 +233,35 @@ bridged! {
     fn group_create_sibling(group: &mut Group, other: &Group, args: &GroupArgs, store: &ffi::StoreRef) -> Status {
         let engine = other.inner()?.engine.clone();
         let config = config(args).inspect_err(|error| refuse(args, store, error))?;
-        let names = config.profile_names;
+        let (names, eager_bytes) = (config.profile_names, config.eager_bytes);
         let spec = spec_of(config, args)?;
         let made = engine.create_group(spec, &TorchStore::new(store), &mut ffi::python_interrupted)?;
-        group.0 = Some(Inner { engine, group: made, names });
+        let accelerators = other.inner()?.accelerators.clone();
+        group.0 = Some(Inner { engine, group: made, names, accelerators, eager_bytes });
         Ok(Status::ok())
     }
 
     /// Issues a call and waits for it; Python's signal handlers run meanwhile. When it returns, nothing accesses the
-    /// call's tensors any more, unless the status says that their memory must be kept.
-    fn group_call(group: &Group, args: &CallArgs) -> Waited {
-        complete(group.group()?, &mut call_desc(args, Mode::Blocking)?)
-    }
-
-    /// Like [`group_call`], and returns the times of the phases if the arguments request them.
-    fn group_call_profiled(group: &Group, args: &CallArgs) -> Profiled {
-        let mut desc = call_desc(args, Mode::Blocking)?;
-        let waited = complete(group.group()?, &mut desc).unwrap_or_else(Waited::from_error);
-        Ok(Profiled { waited, phases: PhaseNanos::of(desc.phases.as_deref()) })
+    /// call's tensors any more, unless the status says that their memory must be kept. Returns the times of the phases if
+    /// the arguments request them.
+    fn group_call(group: &Group, args: &CallArgs, tensors: &SharedPtr<AcceleratorCall>) -> Profiled {
+        let mut phases = None;
+        let waited = group.call(args, tensors, &mut phases).unwrap_or_else(Waited::from_error);
+        Ok(Profiled { waited, phases: PhaseNanos::of(phases.as_deref()) })
     }
 
     /// Starts a call without waiting for it.
-    fn group_submit(group: &Group, args: &CallArgs, ticket: &mut Ticket) -> Status {
-        let group = group.group()?;
-        let desc = call_desc(args, Mode::Async)?;
+    fn group_submit(
+        group: &Group,
+        args: &CallArgs,
+        tensors: &SharedPtr<AcceleratorCall>,
+        ticket: &mut Ticket,
+    ) -> Status {
+        let desc = group.call_desc(args, tensors, Mode::Async)?;
         let phases = desc.phases.clone();
-        ticket.set_call(group.clone(), group.submit(desc)?, phases);
+        let engine_group = group.group()?;
+        let call = engine_group.submit(desc).map_err(|error| group.refused(tensors, error))?;
+        ticket.set_call(engine_group.clone(), call, phases);
         Ok(Status::ok())
     }
 
@@ -291,7 +369,7 @@ bridged! {
 
     /// Current and past activity of the group, as JSON.
     fn group_snapshot(group: &Group) -> Described {
-        Ok(Described { text: snapshot::to_json(&group.group()?.snapshot()), status: Status::ok() })
+        Ok(Described { text: snapshot::to_json(&group.group()?.snapshot(), &group.inner()?.accelerators.counts()), status: Status::ok() })
     }
 }
 
@@ -315,8 +393,9 @@ pub(crate) fn complete(group: &accl_engine::Group, desc: &mut CallDesc) -> Resul
         Submitted::Done(_) => return Ok(Waited::plain(Outcome::Done)),
         Submitted::Pending(call) => *call,
     };
-    let leaving = Leaving { group, call: &call };
+    let mut leaving = Leaving { group, call: &call, has_ended: false };
     let waited = call.wait(None, &mut ffi::python_interrupted);
+    leaving.has_ended = waited == EngineWaited::Done;
     drop(leaving);
     let must_leak_memory = !call.is_done() || call.error().is_some_and(|error| error.context.must_leak_memory);
     match waited {
@@ -326,15 +405,27 @@ pub(crate) fn complete(group: &accl_engine::Group, desc: &mut CallDesc) -> Resul
     }
 }
 
+pub(crate) fn complete_with(
+    group: &accl_engine::Group,
+    desc: &mut CallDesc,
+    phases: &mut Option<Arc<Phases>>,
+) -> Result<Waited> {
+    let waited = complete(group, desc);
+    *phases = desc.phases.take();
+    waited
+}
+
 /// Stops a call that is still running when its wait ends: after an interrupt, a failed wait or a panic.
 struct Leaving<'a> {
     group: &'a accl_engine::Group,
     call: &'a Call,
+    /// Whether the call has ended for its caller. An accelerator may still copy results.
+    has_ended: bool,
 }
 
 impl Drop for Leaving<'_> {
     fn drop(&mut self) {
-        if !self.call.is_done() {
+        if !self.has_ended && !self.call.is_done() {
             self.group.abort(INTERRUPTED);
             self.call.wait(Some(STOPPING), &mut || false);
         }
@@ -468,7 +559,8 @@ fn tensor_desc(view: &TensorView) -> Result<TensorDesc> {
         };
         TensorDesc::strided(ptr, dtype, shape(view.sizes), shape(view.strides))?
     };
-    Ok(tensor.viewed(view.conj, view.neg))
+    let memory = if view.dense == 0 { MemoryKind::Host } else { MemoryKind::Device { id: 0 } };
+    Ok(tensor.viewed(view.conj, view.neg).in_memory(memory))
 }
 
 fn dtype(code: u8) -> Result<Dtype> {

@@ -23,7 +23,6 @@ pub(crate) const BRIDGED: &[&str] = &[
     "group_create",
     "group_create_sibling",
     "group_call",
-    "group_call_profiled",
     "group_submit",
     "group_spawn",
     "group_reserve",
@@ -56,6 +55,7 @@ pub(crate) const BRIDGED: &[&str] = &[
     "ticket_nanos",
     "ticket_phases",
     "ticket_when_done",
+    "ticket_when_through",
 ];
 
 /// A result of a bridged function that can carry an error.

@@ -3,6 +3,7 @@
 //! Owns the process's engine, which it passes to groups, and the functions with which Python queries it. Calls do not
 //! pass through here: they come from torch through the shim and the functions of `bridge`. Read `bridge.rs` first.
 
+mod accelerator;
 mod bridge;
 mod built;
 mod codes;
@@ -62,7 +63,10 @@ impl Runtime {
     #[pyo3(signature = (await_calls = false))]
     fn shutdown(&self, py: Python<'_>, await_calls: bool) -> PyResult<()> {
         if let Some(engine) = self.inner.engine() {
-            py.detach(|| engine.shutdown_unless(await_calls, &mut ffi::python_interrupted_at_end));
+            py.detach(|| {
+                engine.shutdown_unless(await_calls, &mut ffi::python_interrupted_at_end);
+                self.inner.close_accelerators();
+            });
         }
         // A signal handler that raised ends the wait, but not the shutdown.
         PyErr::take(py).map_or(Ok(()), Err)

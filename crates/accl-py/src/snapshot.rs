@@ -5,8 +5,19 @@
 use accl_engine::{CallSnapshot, GroupSnapshot, PeerSnapshot, Snapshot, Traffic};
 use serde_json::{Value, json};
 
+/// Counters of a process for tensors on accelerators.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Counts {
+    /// Pinned memory that calls use.
+    pub(crate) used_bytes: usize,
+    /// Pinned memory that is kept for later calls.
+    pub(crate) idle_bytes: usize,
+    /// Number of times that the threads have asked devices for events.
+    pub(crate) polls: u64,
+}
+
 /// The snapshot of one group: the state of its calls, a list of its ranks, and the process's counters.
-pub(crate) fn to_json(snapshot: &Snapshot) -> String {
+pub(crate) fn to_json(snapshot: &Snapshot, accelerators: &Counts) -> String {
     let group = snapshot.groups.first().map_or(Value::Null, group);
     let peers: Vec<Value> = snapshot.peers.iter().map(peer).collect();
     let work = json!({
@@ -15,6 +26,9 @@ pub(crate) fn to_json(snapshot: &Snapshot) -> String {
         "parks": snapshot.parks,
         "looks": snapshot.polls,
         "system_calls": snapshot.system_calls(),
+        "pinned_bytes": accelerators.used_bytes,
+        "idle_pinned_bytes": accelerators.idle_bytes,
+        "accelerator_polls": accelerators.polls,
     });
     json!({ "group": group, "ranks": peers, "process": work }).to_string()
 }

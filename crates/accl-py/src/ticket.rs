@@ -62,8 +62,11 @@ impl Ticket {
             Arc::new(RunningTask { state: Mutex::default(), changed: Condvar::new(), engine: engine.clone() });
         let finisher = Finisher { task: running.clone(), status: None };
         engine.spawn_blocking(Box::new(move || {
-            // The shim's task is destroyed before this one ends, so that no native thread holds its tensors then.
-            finisher.end(ffi::run_task(task));
+            let mut task = task;
+            let status = task.pin_mut().run();
+            // Before this one ends, so that no native thread holds its tensors then.
+            drop(task);
+            finisher.end(status);
         }))?;
         self.group = Some(group);
         self.entry = Entry::Task(running);
@@ -82,7 +85,7 @@ impl Drop for Ticket {
 
 /// Runs a completion task, on a completion thread, until it is finished.
 fn run_completion(mut task: UniquePtr<ffi::CompletionTask>) {
-    while !ffi::run_completion(task.pin_mut()) {
+    while !task.pin_mut().run() {
         std::thread::sleep(AGAIN);
     }
 }
@@ -293,6 +296,15 @@ bridged! {
     /// The times of the phases of an ended call, if its arguments requested them.
     fn ticket_phases(ticket: &Ticket) -> PhaseNanos {
         Ok(PhaseNanos::of(ticket.phases.as_deref()))
+    }
+
+    /// Makes a completion thread run a task once the call has completed, also if its waiters continue before.
+    fn ticket_when_through(ticket: &Ticket, task: UniquePtr<ffi::CompletionTask>) -> Status {
+        match &ticket.entry {
+            Entry::None | Entry::Task(_) => return Err(empty()),
+            Entry::Call(call) => call.when_through(Box::new(move || run_completion(task)))?,
+        }
+        Ok(Status::ok())
     }
 
     /// Makes a completion thread complete the call once it has ended.

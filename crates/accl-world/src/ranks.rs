@@ -413,7 +413,7 @@ impl World<'_> {
         (desc.inputs, desc.outputs) = (external_tasks(&desc.inputs), external_tasks(&desc.outputs));
         let seed = accl_types::hash::hash_words([self.scenario.seed, item as u64, process as u64]);
         let breaks = found.map(|(_, breaks)| breaks);
-        // What is copied in for this collective is copied out as well.
+        // The same bytes of this collective are copied in and out.
         let lingers = desc.collective == Collective::AllReduce && seed.is_multiple_of(2);
         let device =
             Device::new(&self.external_tasks, &self.agenda, process, breaks, lingers, self.scenario.segment, seed);

@@ -36,7 +36,8 @@ impl Call {
     }
 
     /// Waits until the call completes or fails, `timeout` has passed, or `interrupt` returns true. `None` means no
-    /// timeout.
+    /// timeout. Of a staged call with [`Enqueued`](accl_executor::call::Enqueued), the wait already ends when all copies
+    /// are enqueued; then it returns `Done`, and the caller must not access the tensors but behind these copies.
     ///
     /// `interrupt` is called on this thread about every 50 ms while it waits, and when a signal arrived.
     pub fn wait(&self, timeout: Option<Duration>, interrupt: &mut dyn FnMut() -> bool) -> Waited {
@@ -44,7 +45,7 @@ impl Call {
             Some(driver) => driver.wait(&self.state, timeout, interrupt),
             None => {
                 let ended = || Waited::Failed(self.state.in_context(Error::aborted("the engine was shut down")));
-                self.state.outcome().unwrap_or_else(ended)
+                self.state.released().unwrap_or_else(ended)
             }
         }
     }
@@ -69,19 +70,32 @@ impl Call {
         self.state.duration()
     }
 
-    /// Runs `f` on a completion thread once the call completes or fails; at once if it already has. A call accepts one
-    /// callback.
+    /// Runs `f` on a completion thread when [`Call::wait`] returns without a timeout or interrupt; at once if that would
+    /// return now. A call accepts one callback.
     ///
     /// # Errors
     /// * `Exhausted` when the system has no thread for it.
     /// * `Aborted` when the engine has ended, and in a forked child.
     /// * `Internal` when the call already has a callback.
     pub fn when_done(&self, f: Box<dyn FnOnce() + Send>) -> Result<()> {
+        self.keep(|state| state.keep_callback(f))
+    }
+
+    /// Runs `f` on a completion thread once the call completes or fails, also if waiting threads continue before; at once
+    /// if it already has. A call accepts one such callback.
+    ///
+    /// # Errors
+    /// The errors of [`Call::when_done`].
+    pub fn when_through(&self, f: Box<dyn FnOnce() + Send>) -> Result<()> {
+        self.keep(|state| state.keep_end_callback(f))
+    }
+
+    fn keep(&self, keep: impl FnOnce(&InFlight) -> Kept) -> Result<()> {
         let ended = || Error::aborted("the engine was shut down");
         let driver = self.driver.upgrade().ok_or_else(ended)?;
         driver.refuse_if_forked()?;
         driver.completions().expect()?;
-        match self.state.keep_callback(f) {
+        match keep(&self.state) {
             Kept::ForTheEnd => Ok(()),
             Kept::Ended(f) => {
                 driver.completions().post(f);

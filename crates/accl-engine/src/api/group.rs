@@ -19,7 +19,7 @@ use crate::driver::fast_turn::FastTurn;
 use crate::driver::waiting::{Delivery, lasting};
 use crate::engine::{Engine, LAST_BYTES, LAST_BYTES_FAILED, LAST_CALLS};
 use crate::events;
-use crate::in_flight::{InFlight, Notifier};
+use crate::in_flight::{InFlight, Notifier, Release};
 use crate::lanes::{Cut, Lane, Least, Parts, parts_of};
 use crate::offload::{Offload, OpenOffloads, Route};
 use crate::spec::GroupSpec;
@@ -201,7 +201,7 @@ impl Group {
         let (algorithm, notifier) = (stopped.algorithm(), Arc::<Notifier>::default());
         let resumed = self.caller.resume(turn.core(), desc, stopped, notifier.clone(), time::now());
         turn.end();
-        self.after_start(desc, Some(algorithm), None, notifier, resumed).map_err(|error| self.in_context(error))
+        self.after_start(desc, Some(algorithm), None, notifier, resumed, false).map_err(|error| self.in_context(error))
     }
 
     /// Submits a call that the host executes, encoded by `default` if there is one.
@@ -247,6 +247,9 @@ impl Group {
         let shape_of = |desc: &CallDesc| self.planning.get(desc);
         let others = cut.as_ref().map(|cut| Ok((&cut.join, cut.others(&self.caller, &prepared, shape_of)?)));
         let others = others.transpose().map_err(in_context)?;
+        // A part that copies nothing back would not be waited for.
+        let releases_early = prepared.copies_out()
+            && others.iter().flat_map(|(_, parts)| parts).all(|(_, prepared)| prepared.copies_out());
         let now = time::now();
         let algorithm = algorithm.map(|name| offload.map_or(name, |offload| offload.name()));
         let is_left_to_waiter = cut.as_ref().is_some_and(|cut| self.driver.leaves_parts_to_waiter(cut, now));
@@ -259,7 +262,7 @@ impl Group {
         if let Some(cut) = cut.as_ref().filter(|_| started.is_err()) {
             cut.join.give_up();
         }
-        let mut call = self.after_start(desc, algorithm, offload, notifier, started)?;
+        let mut call = self.after_start(desc, algorithm, offload, notifier, started, releases_early)?;
         call.state.is_left_to_waiter = is_left_to_waiter;
         Ok(call)
     }
@@ -295,6 +298,7 @@ impl Group {
         offload: Option<&Arc<dyn Offload>>,
         notifier: Arc<Notifier>,
         started: Result<Started>,
+        releases_early: bool,
     ) -> Result<Call> {
         let Started { call, wakes_driver } = started.map_err(|error| error.of(desc.collective))?;
         if events::follows_calls() {
@@ -305,6 +309,17 @@ impl Group {
         }
         self.driver.after_start(&call);
         let mut state = InFlight::new(call, notifier);
+        if let Some(enqueued) = desc.staging.as_ref().filter(|_| releases_early).and_then(|staging| staging.enqueued())
+        {
+            let driver = Arc::downgrade(&self.driver);
+            state.release_when(enqueued, move |step| match (driver.upgrade(), step) {
+                // Posted before a waiting thread continues and may end the process.
+                (Some(driver), Release::Callback(callback)) => driver.completions().post(callback),
+                // The driver may be a thread that waits for this call.
+                (Some(driver), Release::Wake) => driver.wake(),
+                (None, _) => {}
+            });
+        }
         state.helped = offload.filter(|offload| offload.needs_help()).cloned();
         Ok(Call { state, driver: Arc::downgrade(&self.driver) })
     }
@@ -418,7 +433,12 @@ impl Group {
     /// Aborts the group here and on all ranks: calls in flight fail at once, later calls are refused. Any thread may
     /// call this.
     pub fn abort(&self, reason: &str) {
-        let error = self.in_context(Error::aborted(format!("the group was aborted: {reason}")));
+        self.fail(Error::aborted(format!("the group was aborted: {reason}")));
+    }
+
+    /// Aborts the group like [`Group::abort`], with an error of another kind.
+    pub fn fail(&self, error: Error) {
+        let error = self.in_context(error);
         if self.with_state(|group, context| group.fail(error, context, Notify::Peers)).is_ok() {
             self.driver.flush();
             self.driver.wake();

@@ -25,6 +25,7 @@ use self::pinned_thread::PinnedThread;
 use crate::completion::CompletionPool;
 use crate::election::{Election, Host, Stint};
 use crate::events;
+use crate::in_flight::InFlight;
 use crate::jobs::Jobs;
 use crate::signals;
 use crate::sync::{Mutex, MutexGuard};
@@ -455,7 +456,7 @@ impl Driver {
 }
 
 impl Host for Driver {
-    fn park(&self, call: Option<&CallState>, until: Option<Moment>) {
+    fn park(&self, call: Option<&InFlight>, until: Option<Moment>) {
         if call.is_none() && self.is_other_lane() {
             // Occasional events, as from a transport that is polled, are not worth staying awake for.
             if self.jobs.want_thread() || !self.has_spun_in_vain.load(Ordering::Relaxed) || self.poll_once() {
@@ -473,7 +474,7 @@ impl Host for Driver {
         self.left.store(0, Ordering::Relaxed);
         // After a panic every call has failed, and each waiter checks the outcome of its own call.
         let mut core = self.lock();
-        let Ok(parked) = core.park(call, until, self.ticks(), now) else { return };
+        let Ok(parked) = core.park(call.map(|call| &**call), until, self.ticks(), now) else { return };
         let Some(until) = parked else {
             // While calls have work of their own, no thread sleeps in the poller, so this thread asks the poller for
             // events.
@@ -481,9 +482,9 @@ impl Host for Driver {
             return;
         };
         drop(core);
-        // Another thread may have consumed the wake-up for a job together with other events; from here on no thread
-        // does.
-        if self.jobs.want_thread() {
+        // Another thread may have consumed the wake-up for a job or a released call together with other events; from here
+        // on no thread does.
+        if self.jobs.want_thread() || call.is_some_and(|call| call.released().is_some()) {
             self.lock().unpark(time::now());
             return;
         }

@@ -132,7 +132,10 @@ impl Driver {
         timeout: Option<Duration>,
         interrupt: &mut dyn FnMut() -> bool,
     ) -> Waited {
-        if let Some(outcome) = call.outcome() {
+        if let Some(outcome) = call.released() {
+            if !call.is_done() && !self.is_forked() {
+                self.ensure_driver();
+            }
             return outcome;
         }
         if let Err(forked) = self.refuse_if_forked() {
@@ -214,8 +217,9 @@ impl Driver {
                 is_helping = lane_help.help(call, is_overdue, now);
                 last_event = if is_helping { time::now() } else { last_event };
             }
-            if let Some(outcome) = call.outcome() {
-                if wants_driver {
+            if let Some(outcome) = call.released() {
+                // A call that only releases its waiters still needs progress.
+                if wants_driver || !call.is_done() {
                     self.ensure_driver();
                 }
                 return Some(outcome);

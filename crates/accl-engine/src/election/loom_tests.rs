@@ -49,10 +49,10 @@ struct Model {
 }
 
 impl Host for Model {
-    fn park(&self, call: Option<&CallState>, _until: Option<Moment>) {
+    fn park(&self, call: Option<&InFlight>, _until: Option<Moment>) {
         {
             let mut core = self.core.lock();
-            if core.pass() || call.is_some_and(CallState::is_done) || (call.is_none() && core.in_flight.is_empty()) {
+            if core.pass() || call.is_some_and(|call| call.is_done()) || (call.is_none() && core.in_flight.is_empty()) {
                 return;
             }
             core.is_parked = true;

@@ -15,7 +15,7 @@ use accl_types::Moment;
 
 use crate::in_flight::{InFlight, Notifier};
 use crate::sync::{Condvar, Mutex};
-use accl_executor::call::{CallState, Waited};
+use accl_executor::call::Waited;
 
 /// One stay of a thread in a wait, or the background thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -31,7 +31,7 @@ const RECHECK: Duration = Duration::from_millis(10);
 pub(crate) trait Host {
     /// Sleeps in the poller once, with a pass before and after. Does not sleep if something has moved, the call has
     /// completed, or nothing is left to wait for. Only the driver calls this.
-    fn park(&self, call: Option<&CallState>, until: Option<Moment>);
+    fn park(&self, call: Option<&InFlight>, until: Option<Moment>);
 
     /// Returns whether a call is in flight or something remains to be sent.
     fn has_work(&self) -> bool;
@@ -90,7 +90,7 @@ impl State {
 }
 
 impl Election {
-    /// Waits until the call completes, as the driver or asleep. Calls `turn` before each sleep: it returns how long the
+    /// Waits until the call completes or releases its waiters, as the driver or asleep. Calls `turn` before each sleep: it returns how long the
     /// sleep may last, or the outcome of a wait that ends before the call does. The caller must call
     /// [`Election::leave`] afterwards.
     pub(crate) fn wait(
@@ -101,7 +101,7 @@ impl Election {
         mut turn: impl FnMut() -> Result<Option<Moment>, Waited>,
     ) -> Waited {
         loop {
-            if let Some(outcome) = call.outcome() {
+            if let Some(outcome) = call.released() {
                 return outcome;
             }
             let until = match turn() {

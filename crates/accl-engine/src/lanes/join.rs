@@ -11,7 +11,7 @@ use std::sync::{Arc, Weak};
 
 use accl_types::{Error, Moment};
 
-use accl_executor::call::{CallDesc, CallObserver, Callback, External, ExternalTask};
+use accl_executor::call::{CallDesc, CallObserver, Callbacks, External, ExternalTask};
 use accl_executor::group::{Caller, Core, Prepared};
 
 use crate::sync::Mutex;
@@ -200,9 +200,9 @@ impl External for Join {
 }
 
 impl CallObserver for OtherPart {
-    fn ended(&self, error: Option<&Error>) -> Option<Callback> {
+    fn ended(&self, error: Option<&Error>) -> Callbacks {
         self.end(error, false);
-        None
+        Callbacks::new()
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use accl_executor::call::{CallObserver, Callback};
+use accl_executor::call::{CallObserver, Callbacks};
 use accl_executor::group::{Core, GroupState};
 use accl_executor::peers::{Members, PeerId};
 use accl_types::{Bytes, Error, Moment, Rank};
@@ -40,7 +40,7 @@ pub fn core_of(rank: u32, world: u8) -> (Core, Vec<PeerId>) {
 pub struct NoObserver;
 
 impl CallObserver for NoObserver {
-    fn ended(&self, _: Option<&Error>) -> Option<Callback> {
-        None
+    fn ended(&self, _: Option<&Error>) -> Callbacks {
+        Callbacks::new()
     }
 }

@@ -20,7 +20,7 @@ pub use external::{External, ExternalCollective, ExternalTask};
 pub use external_copy::ExternalCopy;
 pub(crate) use phases::Stopwatch;
 pub use phases::{PhaseTimes, Phases};
-pub use staging::{LentMemory, Meeting, Staging};
+pub use staging::{Enqueued, LentMemory, Meeting, Staging};
 pub use state::Waited;
 pub use tensor::{Blocks, MemoryKind, TensorDesc};
 
@@ -31,5 +31,5 @@ pub(crate) use external::{AfterCopy, ExternalCopies, ExternalHandle, ExternalSta
 pub use state::CallInfo;
 pub use state::CallObserver;
 pub use state::CallState;
-pub use state::Callback;
+pub use state::{Callback, Callbacks};
 pub(crate) use waits::Waits;

@@ -47,8 +47,26 @@ pub trait Staging: Send + Sync + fmt::Debug {
         8 << 20
     }
 
-    /// Returns the worker that copies results from host memory to the tensors.
+    /// Returns the worker that copies results from host memory to the tensors. Each part of a call has one, and all are
+    /// asked for before the first of them begins.
     fn copy_out(&self) -> Arc<dyn External>;
+
+    /// Returns the flag that is set when the last copy of all parts is enqueued. `None` if no thread continues before
+    /// the call completes; also for a call that writes no tensor.
+    fn enqueued(&self) -> Option<Arc<dyn Enqueued>> {
+        None
+    }
+}
+
+/// Flag of a staged call that has nothing left to do but copies that are enqueued on the device. Work that the device does
+/// behind these copies sees the results, so a waiting thread may continue before the call completes.
+pub trait Enqueued: Send + Sync + fmt::Debug {
+    /// Returns whether all copies are enqueued. A thread that sees this also sees what the worker wrote before.
+    fn is_set(&self) -> bool;
+
+    /// Calls `notify` with `false` before the flag is set, and with `true` after; at once if it is set. `notify` neither
+    /// blocks nor calls the engine.
+    fn notify_with(&self, notify: Box<dyn Fn(bool) + Send>);
 }
 
 /// Where the parts of a staged call meet. Each copies in its own bytes, and what needs the bytes of all parts waits here.
@@ -93,6 +111,11 @@ impl LentMemory {
         let (ptr, len_bytes) = (memory.as_mut_ptr(), memory.len());
         // SAFETY: the owner has the memory, and no other code has access to it.
         unsafe { Self::new(ptr, len_bytes, Box::new(memory)) }
+    }
+
+    /// Returns the address of the first byte. The owner of this value has exclusive access to the bytes.
+    pub fn address(&self) -> *mut u8 {
+        self.bytes.address()
     }
 
     /// Number of bytes.

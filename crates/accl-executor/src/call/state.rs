@@ -8,6 +8,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use accl_types::{Collective, Error, Moment, Rank, Seq};
+use smallvec::SmallVec;
 
 use super::phases::Phases;
 use super::waits::Waits;
@@ -19,6 +20,9 @@ const NO_SOURCE: u32 = u32::MAX;
 
 /// Function that runs when a call has completed.
 pub type Callback = Box<dyn FnOnce() + Send>;
+
+/// Callbacks of one call. Most calls have none.
+pub type Callbacks = SmallVec<[Callback; 1]>;
 
 /// Result of a wait.
 #[derive(Clone, Debug, PartialEq)]
@@ -36,9 +40,9 @@ pub enum Waited {
 /// Observer that is notified when a call completes.
 pub trait CallObserver: Send + Sync {
     /// Called once when the call has completed: from then on, [`CallState::is_done`] returns `true`. `error` is set if
-    /// the call failed. Runs under the driver's lock, so it must neither block nor call the engine. Returns a function
+    /// the call failed. Runs under the driver's lock, so it must neither block nor call the engine. Returns functions
     /// to run after the lock is released.
-    fn ended(&self, error: Option<&Error>) -> Option<Callback>;
+    fn ended(&self, error: Option<&Error>) -> Callbacks;
 }
 
 /// A call in flight, shared between the caller's handle and the code that executes it.
@@ -151,9 +155,9 @@ impl CallState {
     }
 
     /// Completes the call. The code that executes the call invokes this once. From then on, only the caller accesses
-    /// the call's tensors. Returns the callback to run.
+    /// the call's tensors. Returns the callbacks to run.
     #[must_use]
-    pub fn finish(&self, now: Moment, error: Option<Error>) -> Option<Callback> {
+    pub fn finish(&self, now: Moment, error: Option<Error>) -> Callbacks {
         let nanos = now.since(self.started).as_nanos().max(1);
         self.duration_ns.store(u64::try_from(nanos).unwrap_or(u64::MAX), Ordering::Relaxed);
         if let Some(phases) = &self.phases {

@@ -185,6 +185,8 @@ pub(crate) struct Run {
     copied_in: u32,
     /// Segments of the copy-out that are final.
     finals: FinalSegments,
+    /// Number of segments that the worker may copy out.
+    ready_out: u32,
     /// Whether this part of a call has reported to the others that its bytes are copied in.
     has_met: bool,
     /// Whether an offloaded call may begin: see [`Run::offload`].
@@ -255,6 +257,7 @@ impl Run {
             externals: Externals::default(),
             copied_in: 0,
             finals: FinalSegments::default(),
+            ready_out: 0,
             has_met: false,
             may_be_offloaded: false,
         };
@@ -769,7 +772,7 @@ impl Run {
                 return self.complete(op);
             }
             if step == ExternalStep::CopyOut {
-                self.externals.set_ready(op, self.finals.count);
+                self.externals.set_ready(op, self.ready_out);
             }
         }
         if self.externals.settle(op) {
@@ -826,25 +829,43 @@ impl Run {
         }
     }
 
-    /// Lets the worker copy out the segments that have become final.
+    /// Lets the worker copy out the segments that have become final. The last one follows when this rank has nothing
+    /// else to do for the call: see [`Enqueued`](crate::call::Enqueued).
     fn note_finals(&mut self) {
         let Some((op, staging)) = self.plan.copy_out.zip(self.plan.staging.as_ref()) else { return };
-        let (ops, before) = (&self.ops, self.finals.count);
+        let ops = &self.ops;
         staging.advance(&mut self.finals, |op, at| {
             let state = &ops[op as usize];
             state.complete || state.progress.done() >= at
         });
-        let is_due = self.finals.count > before || self.finals.count > 0 && !self.externals.has_begun(op);
+        let is_last = self.finals.count as usize == staging.copy_out.len();
+        let ready = self.finals.count - u32::from(is_last && !self.awaits_copies_alone());
         // Tensors that share memory with contributions are written when all contributions have been copied in.
         let may_write = !self.compute.has_overlap() || self.copied_in == staging.all_in();
-        if !is_due || !may_write || self.ops[op as usize].complete || self.externals.has_failed() {
+        if ready == self.ready_out || !may_write || self.ops[op as usize].complete || self.externals.has_failed() {
             return;
         }
+        self.ready_out = ready;
         if self.externals.has_begun(op) {
-            self.externals.set_ready(op, self.finals.count);
+            self.externals.set_ready(op, self.ready_out);
         } else {
             self.step_external(op, ExternalStep::CopyOut, true);
         }
+    }
+
+    /// Returns whether nothing is left but copies. The caller may have continued.
+    pub(crate) fn awaits_copies(&self) -> bool {
+        self.plan.staging.is_some() && self.awaits_copies_alone()
+    }
+
+    /// Returns whether nothing is left but the copies of this part of a call, and the parts of other lanes.
+    fn awaits_copies_alone(&self) -> bool {
+        let is_left = |op: &PlanOp| {
+            matches!(op.kind, PlanOpKind::External(ExternalStep::CopyIn | ExternalStep::CopyOut | ExternalStep::Join))
+        };
+        self.remaining == 1
+            || self.remaining <= 3
+                && self.ops.iter().zip(&self.plan.ops).all(|(state, op)| state.complete || is_left(op))
     }
 
     /// Takes the reason why the call cannot continue, if an external operation has failed.

@@ -160,13 +160,17 @@ impl GroupState {
         None
     }
 
-    /// Returns whether a call is in flight whose caller has continued and relies on it. This is a collective, or a send
-    /// for which there is no link yet. With a link, a small message is already in flight when the send was issued.
+    /// Returns whether a call is in flight whose caller has continued and relies on it. This is a collective, a call whose
+    /// results are still copied, or a send for which there is no link yet. With a link, a small message is already in
+    /// flight when the send was issued.
     pub fn has_async_calls(&self, net: &Net) -> bool {
         if !self.failure.has_come() && self.p2p.has_sends_to(|rank| net.is_unlinked(self.members.peer(rank))) {
             return true;
         }
-        self.sequence.has_composed() && !self.failure.has_come() || self.runs.values().any(|run| run.call.is_async)
+        let is_relied_on = |run: &Run| run.call.is_async || run.awaits_copies();
+        self.sequence.has_composed() && !self.failure.has_come()
+            || self.runs.values().any(is_relied_on)
+            || self.p2p.awaits_copies()
     }
 
     /// Returns whether a rank was lost without a disconnect message.

@@ -39,6 +39,11 @@ pub struct Prepared {
 }
 
 impl Prepared {
+    /// Returns whether results are copied to other memory.
+    pub fn copies_out(&self) -> bool {
+        self.buffers.copies_out()
+    }
+
     /// Returns the name of a collective's algorithm; `None` for point-to-point calls.
     pub fn algorithm(&self) -> Option<&'static str> {
         self.shape.as_ref().map(|shape| shape.plan.name)

@@ -199,6 +199,10 @@ impl Buffers {
     }
 
     /// Returns whether tensors of the call are copied in before it uses them.
+    pub(crate) fn copies_out(&self) -> bool {
+        self.staged_memory.as_deref().is_some_and(StagedMemory::copies_out)
+    }
+
     pub(crate) fn are_staged(&self) -> bool {
         self.staged_memory.is_some()
     }

@@ -160,6 +160,11 @@ impl StagedMemory {
         self.begin_with(copy_in, ready, None, copy_out)
     }
 
+    /// Returns whether results are copied to the tensors.
+    pub(super) fn copies_out(&self) -> bool {
+        self.copies.as_ref().is_some_and(|copies| copies.copy_out.is_some())
+    }
+
     /// Takes the worker and the copies of the copy-in.
     pub(crate) fn take_copy_in(&mut self) -> Option<(Arc<dyn External>, ExternalCopies)> {
         self.copies.as_mut()?.copy_in.take()

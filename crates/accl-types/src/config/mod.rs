@@ -138,6 +138,8 @@ pub struct Config {
     pub ring_bytes: u64,
     /// `ACCL_SHM_LIMIT`: maximum shared memory that this process may map, in bytes.
     pub shm_limit: u64,
+    /// Maximum bytes of idle pinned host memory.
+    pub gpu_pinned: u64,
     /// `ACCL_SEGMENT_BYTES`: maximum payload of one frame, in bytes.
     pub segment_bytes: u64,
     /// `ACCL_EAGER_BYTES`: maximum bytes sent before the receiver issues the matching call, per group and peer.
@@ -179,6 +181,7 @@ impl Default for Config {
             host_id: None,
             ring_bytes: 0,
             shm_limit: 0,
+            gpu_pinned: 0,
             segment_bytes: 0,
             eager_bytes: 0,
             spin_us: None,
@@ -393,6 +396,7 @@ mod tests {
             ("ACCL_CALIBRATION", "/some where/constants"),
             ("ACCL_CODEC", "maxmin:8,bucket=64"),
             ("ACCL_SHM_LIMIT", "1GiB"),
+            ("ACCL_GPU_PINNED", "2GiB"),
             ("ACCL_SEGMENT_BYTES", "16KiB"),
             ("ACCL_EAGER_BYTES", "0"),
             ("ACCL_TIMING", "1"),
@@ -482,6 +486,7 @@ mod tests {
             ("log", "loud"),
             ("ring_bytes", "7"),
             ("shm_limit", "2TiB"),
+            ("gpu_pinned", "2TiB"),
             ("segment_bytes", "1"),
             ("eager_bytes", "1GiB"),
             ("transports", "shm,carrier-pigeon"),

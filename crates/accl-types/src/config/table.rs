@@ -162,6 +162,17 @@ pub const ROWS: &[Row] = &[
         show: |c| show_size(c.shm_limit),
     },
     Row {
+        name: "ACCL_GPU_PINNED",
+        option: "gpu_pinned",
+        scope: Scope::Process,
+        agreed: false,
+        default: "1GiB",
+        accepted: Accepted::Words("a size from 0 to 1TiB, as bytes or with KiB, MiB, GiB"),
+        effect: "Maximum pinned host memory that a process keeps for later calls on tensors of accelerators. A call may use more while it runs.",
+        set: |c, v| parse::size(v, 0, 1 << 40).map(|x| c.gpu_pinned = x),
+        show: |c| show_size(c.gpu_pinned),
+    },
+    Row {
         name: "ACCL_SEGMENT_BYTES",
         option: "segment_bytes",
         scope: Scope::Process,

@@ -75,6 +75,11 @@ impl P2p {
         true
     }
 
+    /// Returns whether messages have moved all their bytes, and still await copies.
+    pub(crate) fn awaits_copies(&self) -> bool {
+        !self.copying.is_empty()
+    }
+
     /// Takes the reason why the copies of a message have failed, with its call.
     pub(crate) fn take_failure(&mut self) -> Option<(Arc<CallState>, Error)> {
         self.failure.take()
