@@ -35,8 +35,6 @@ struct Quiet {
   const at::DisableRecordFunctionGuard unrecorded;
 };
 
-bool is_dense(const at::Tensor& tensor) { return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg(); }
-
 at::Tensor bytes_at(uintptr_t address, int64_t count, c10::Device device) {
   const auto options = at::TensorOptions().dtype(at::kByte).device(device);
   return at::for_blob(reinterpret_cast<void*>(address), {count}).options(options).target_device(device).make_tensor();

@@ -113,6 +113,9 @@ void settle(const bridge::Status& status, const StagedTensors* accelerator, Memo
 void block_stream_until_through(std::shared_ptr<StagedTensors> tensors, c10::ivalue::Future& future,
                                 std::chrono::milliseconds timeout);
 
+// Whether the memory holds the values themselves in row-major order.
+inline bool is_dense(const at::Tensor& tensor) { return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg(); }
+
 // Whether tensors can be copied on streams of the device.
 inline bool has_streams(const c10::Device& device) {
   return !device.is_meta() && c10::impl::hasDeviceGuardImpl(device.type());

@@ -73,7 +73,7 @@ class Blocks {
 
   // Adds a whole tensor as the next piece of the open block.
   void piece(const at::Tensor& tensor) {
-    if (tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg()) {
+    if (is_dense(tensor)) {
       push(dense(tensor, 0, tensor.numel()));
     } else {
       push(strided(tensor, tensor.sizes().data(), 0, 0));
@@ -88,7 +88,7 @@ class Blocks {
   // Adds rows [first, first + count) along dimension 0.
   void rows(const at::Tensor& tensor, int64_t first, int64_t count) {
     const int64_t row = tensor.size(0) == 0 ? 0 : tensor.numel() / tensor.size(0);
-    if (tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg()) {
+    if (is_dense(tensor)) {
       push(dense(tensor, first * row, count * row));
       return;
     }
@@ -100,7 +100,7 @@ class Blocks {
   // Adds part `index` of `parts` equal parts, in row-major order.
   void part(const at::Tensor& tensor, int64_t index, int64_t parts) {
     const int64_t count = tensor.numel() / parts;
-    if (tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg()) {
+    if (is_dense(tensor)) {
       push(dense(tensor, index * count, count));
     } else if (tensor.dim() > 0 && tensor.size(0) % parts == 0) {
       rows(tensor, index * (tensor.size(0) / parts), tensor.size(0) / parts);

@@ -175,8 +175,6 @@ c10::intrusive_ptr<c10::ivalue::Future> CoalescedWork::getFuture() {
     futures.push_back(part->getFuture());
     for (const auto& device : futures.get(futures.size() - 1)->devices()) devices.push_back(device);
   }
-  std::sort(devices.begin(), devices.end(), [](const auto& a, const auto& b) { return a.index() < b.index(); });
-  devices.erase(std::unique(devices.begin(), devices.end()), devices.end());
   auto result = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::ofTensors(), std::move(devices));
   c10::collectAll(futures)->addCallback(
       [result, futures](c10::ivalue::Future& all) {

@@ -65,7 +65,6 @@ def test_a_group_named_accl_serves_the_cpu_and_accelerators(rank):
     assert "standin" not in dist.Backend.default_device_backend_map
     # One order of calls, whatever the device.
     works = [dist.all_reduce(tensor, async_op=True) for tensor in (torch.ones(3), there([1, 2, 3]), torch.ones(2))]
-
     for work in works:
         work.wait()
 
@@ -73,9 +72,7 @@ def test_a_group_named_accl_serves_the_cpu_and_accelerators(rank):
 @on_ranks(2, fresh=True, init=False)
 @pytest.mark.parametrize("backend", ["cpu:gloo,standin:accl", "cpu:accl,standin:gloo", "standin:accl"])
 def test_a_group_serves_the_devices_that_its_name_gives_it(rank, backend):
-    module = standin.register()
-    module.set_order("late", 1)
-    init_group(backend)
+    start("late", backend)
     if "cpu" in backend:
         tensor = torch.ones(3)
         dist.all_reduce(tensor)

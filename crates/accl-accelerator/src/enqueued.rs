@@ -19,14 +19,13 @@ pub(crate) struct Flag {
 
 impl Flag {
     pub(crate) fn set(&self) {
-        let notify = self.notify.lock().take();
+        // Locked, so that a notification that is registered meanwhile learns of both steps.
+        let mut kept = self.notify.lock();
+        let notify = kept.take();
         notify.iter().for_each(|notify| notify(false));
         // Release: a thread that sees the flag also sees the event behind the last copy.
         self.is_set.store(true, Ordering::Release);
-        // A notification that came in between learns of both steps here.
-        let late = self.notify.lock().take();
-        late.iter().for_each(|notify| notify(false));
-        notify.iter().chain(&late).for_each(|notify| notify(true));
+        notify.iter().for_each(|notify| notify(true));
     }
 }
 

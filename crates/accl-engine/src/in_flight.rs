@@ -113,31 +113,30 @@ impl InFlight {
 
     /// Keeps a callback until the call completes or releases its waiters, unless the call already has one.
     pub fn keep_callback(&self, callback: Callback) -> Kept {
-        let mut inner = self.notifier.inner.lock();
-        if self.state.is_done() || self.has_enqueued() {
-            return Kept::Ended(callback);
-        }
-        if inner.callback.is_some() {
-            // Unlocked first: the values that the caller's closure owns must not be dropped under the lock.
-            drop(inner);
-            return Kept::Refused;
-        }
-        inner.callback = Some(callback);
-        Kept::ForTheEnd
+        self.keep(callback, || self.state.is_done() || self.has_enqueued(), |inner| &mut inner.callback)
     }
 
     /// Keeps a callback until the call completes, unless the call already has one of this kind.
     pub fn keep_end_callback(&self, callback: Callback) -> Kept {
+        self.keep(callback, || self.state.is_done(), |inner| &mut inner.end_callback)
+    }
+
+    fn keep(
+        &self,
+        callback: Callback,
+        has_come: impl Fn() -> bool,
+        slot: impl Fn(&mut Inner) -> &mut Option<Callback>,
+    ) -> Kept {
         let mut inner = self.notifier.inner.lock();
-        if self.state.is_done() {
+        if has_come() {
             return Kept::Ended(callback);
         }
-        if inner.end_callback.is_some() {
-            // Unlocked first, as in `keep_callback`.
+        if slot(&mut inner).is_some() {
+            // Unlocked first: the values that the caller's closure owns must not be dropped under the lock.
             drop(inner);
             return Kept::Refused;
         }
-        inner.end_callback = Some(callback);
+        *slot(&mut inner) = Some(callback);
         Kept::ForTheEnd
     }
 

@@ -102,7 +102,7 @@ impl TorchAccelerators {
         let outputs = dense(args.outputs);
         // A call in place copies in its outputs.
         let inputs = if args.inputs.is_empty() { outputs.clone() } else { dense(args.inputs) };
-        TorchStreams { call: self.until_the_end(call.clone()), inputs, outputs, is_over: self.is_over.clone() }
+        TorchStreams { call: UntilTheEnd::new(call.clone(), &self.is_over), inputs, outputs }
     }
 
     fn of_type(&self, state: &mut State, device_type: i8) -> Result<Arc<accl_accelerator::Accelerators>> {
@@ -139,10 +139,6 @@ impl TorchAccelerators {
             counts.polls += accelerators.polls();
         }
         counts
-    }
-
-    fn until_the_end<T>(&self, value: T) -> UntilTheEnd<T> {
-        UntilTheEnd { value: ManuallyDrop::new(value), is_over: self.is_over.clone() }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -226,6 +222,12 @@ struct UntilTheEnd<T> {
     is_over: Arc<AtomicBool>,
 }
 
+impl<T> UntilTheEnd<T> {
+    fn new(value: T, is_over: &Arc<AtomicBool>) -> Self {
+        Self { value: ManuallyDrop::new(value), is_over: is_over.clone() }
+    }
+}
+
 impl<T> Deref for UntilTheEnd<T> {
     type Target = T;
 
@@ -249,7 +251,6 @@ struct TorchStreams {
     /// Addresses of the dense tensors on the device, by piece.
     inputs: Vec<usize>,
     outputs: Vec<usize>,
-    is_over: Arc<AtomicBool>,
 }
 
 impl fmt::Debug for TorchStreams {
@@ -281,7 +282,7 @@ impl CallStreams for TorchStreams {
 
     fn record(&mut self, direction: Direction) -> Result<Box<dyn StreamEvent>> {
         let event = self.call.record(is_out(direction)).map_err(failed)?;
-        Ok(Box::new(TorchEvent(UntilTheEnd { value: ManuallyDrop::new(event), is_over: self.is_over.clone() })))
+        Ok(Box::new(TorchEvent(UntilTheEnd::new(event, &self.call.is_over))))
     }
 
     fn finish(&mut self) -> Result<()> {
@@ -320,7 +321,7 @@ impl Pinning for TorchPinning {
         }
         let memory = ffi::pin_memory(self.device_type, len_bytes).ok()?;
         let address = memory.address();
-        let owner = UntilTheEnd { value: ManuallyDrop::new(memory), is_over: self.is_over.clone() };
+        let owner = UntilTheEnd::new(memory, &self.is_over);
         // SAFETY: the owner has memory of this size, and gives no other code access to it.
         Some(unsafe { LentMemory::new(address as *mut u8, len_bytes, Box::new(Owner(owner))) })
     }

@@ -76,9 +76,7 @@ impl Slot {
         }
         Ok(engine)
     }
-}
 
-impl Slot {
     fn accelerators(&mut self, most_idle: u64) -> Arc<TorchAccelerators> {
         self.accelerators.get_or_insert_with(|| Arc::new(TorchAccelerators::new(most_idle))).clone()
     }
@@ -167,31 +165,27 @@ impl Group {
         phases: &mut Option<Arc<Phases>>,
     ) -> Result<Waited> {
         let inner = self.inner()?;
-        if tensors.is_null() {
-            let mut desc = call_desc(args, Mode::Blocking)?;
-            return complete_with(&inner.group, &mut desc, phases);
-        }
+        let mut desc = call_desc(args, Mode::Blocking)?;
         let refused = |error| self.refused(tensors, error);
-        let small = call_desc(args, Mode::Blocking).map(|desc| (desc.bytes() <= inner.eager_bytes).then_some(desc))?;
-        if let Some(desc) = small.filter(|desc| desc.seq.is_none() && !args.waits_for_device)
+        let is_small = desc.bytes() <= inner.eager_bytes && desc.seq.is_none() && !args.waits_for_device;
+        if !tensors.is_null()
+            && is_small
             && let Some(eager) = inner.accelerators.begin_eager(tensors, args, &desc).map_err(refused)?
             && let Some(waited) = complete_eagerly(&inner.group, eager, phases).map_err(refused)?
         {
             return Ok(waited);
         }
-        let mut desc = self.call_desc(args, tensors, Mode::Blocking)?;
+        self.stage(&mut desc, args, tensors)?;
         complete_with(&inner.group, &mut desc, phases).map_err(refused)
     }
 
-    /// Describes a call. `tensors` is null if its tensors are in host memory.
-    fn call_desc(&self, args: &CallArgs, tensors: &SharedPtr<AcceleratorCall>, mode: Mode) -> Result<CallDesc> {
-        let mut desc = call_desc(args, mode)?;
+    /// Stages the tensors of a call. `tensors` is null if they are in host memory.
+    fn stage(&self, desc: &mut CallDesc, args: &CallArgs, tensors: &SharedPtr<AcceleratorCall>) -> Result<()> {
         if !tensors.is_null() {
             let staging = self.inner()?.accelerators.staging(tensors, args);
-            let staging = staging.map_err(|error| self.refused(tensors, error.of(desc.collective)));
-            desc.staging = Some(staging?);
+            desc.staging = Some(staging.map_err(|error| self.refused(tensors, error.of(desc.collective)))?);
         }
-        Ok(desc)
+        Ok(())
     }
 
     /// Follows the refusal of a call. An accelerator that refuses a copy has failed, and the other ranks wait for the
@@ -257,7 +251,8 @@ bridged! {
         tensors: &SharedPtr<AcceleratorCall>,
         ticket: &mut Ticket,
     ) -> Status {
-        let desc = group.call_desc(args, tensors, Mode::Async)?;
+        let mut desc = call_desc(args, Mode::Async)?;
+        group.stage(&mut desc, args, tensors)?;
         let phases = desc.phases.clone();
         let engine_group = group.group()?;
         let call = engine_group.submit(desc).map_err(|error| group.refused(tensors, error))?;
@@ -369,7 +364,8 @@ bridged! {
 
     /// Current and past activity of the group, as JSON.
     fn group_snapshot(group: &Group) -> Described {
-        Ok(Described { text: snapshot::to_json(&group.group()?.snapshot(), &group.inner()?.accelerators.counts()), status: Status::ok() })
+        let Inner { group, accelerators, .. } = group.inner()?;
+        Ok(Described { text: snapshot::to_json(&group.snapshot(), &accelerators.counts()), status: Status::ok() })
     }
 }
 

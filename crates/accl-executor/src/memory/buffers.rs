@@ -198,11 +198,12 @@ impl Buffers {
         Some(staged_memory.place(tensor))
     }
 
-    /// Returns whether tensors of the call are copied in before it uses them.
+    /// Returns whether results are copied to other memory.
     pub(crate) fn copies_out(&self) -> bool {
         self.staged_memory.as_deref().is_some_and(StagedMemory::copies_out)
     }
 
+    /// Returns whether tensors of the call are copied in before it uses them.
     pub(crate) fn are_staged(&self) -> bool {
         self.staged_memory.is_some()
     }
