@@ -97,9 +97,8 @@ bench: ## run the microbenchmarks
 	@.ci/tools
 	@.ci/bench $(ARGS)
 
-bench-against: ## compare all_reduce of this tree with another commit, alternately; ARGS='COMMIT --pairs 31'
-	@.ci/tools
-	@$(PYTHON) -m benches.against $(ARGS)
+bench-against: ## compare all_reduce and import of this tree with another commit, alternately; ARGS='COMMIT --pairs 31'
+	@.ci/bench_against $(ARGS)
 
 scaling: ## measure the cost of one more rank and one more group; ARGS=--write-docs for docs/scaling.md
 	@.ci/scaling $(ARGS)

@@ -21,7 +21,7 @@ sys.dont_write_bytecode = True
 from peers import compare
 from peers.alias import Alias, plain
 
-from benches import against
+from benches.against import pairs
 from benches.peers import jobs, placement, tables
 from benches.peers.report import as_rows
 from benches.peers.sections import tcp, two_hosts
@@ -277,15 +277,15 @@ class PeersArguments(unittest.TestCase):
 class Against(unittest.TestCase):
     def test_the_median_lies_between_the_two_values_in_19_of_20_draws_or_more(self) -> None:
         # From tables of the sign test: the 10th and the 22nd of 31, the 2nd and the 8th of 9, all of 5.
-        self.assertEqual(against.interval([float(value) for value in range(31, 0, -1)]), (10.0, 22.0))
-        self.assertEqual(against.interval([float(value) for value in range(1, 10)]), (2.0, 8.0))
-        self.assertEqual(against.interval([3.0, 1.0, 2.0, 5.0, 4.0]), (1.0, 5.0))
+        self.assertEqual(pairs.interval([float(value) for value in range(31, 0, -1)]), (10.0, 22.0))
+        self.assertEqual(pairs.interval([float(value) for value in range(1, 10)]), (2.0, 8.0))
+        self.assertEqual(pairs.interval([3.0, 1.0, 2.0, 5.0, 4.0]), (1.0, 5.0))
 
     def test_only_a_case_that_is_surely_slower_is_a_loss(self) -> None:
         row = {"case": "c", "here_ns": 1.0, "there_ns": 1.0, "ratio": 1.04, "low": 1.03, "high": 1.05}
-        self.assertIn("loss", against.line(row))
-        self.assertNotIn("loss", against.line({**row, "low": 1.01}))
-        self.assertIn("gain", against.line({**row, "low": 0.9, "high": 0.99}))
+        self.assertIn("loss", pairs.line(row))
+        self.assertNotIn("loss", pairs.line({**row, "low": 1.01}))
+        self.assertIn("gain", pairs.line({**row, "low": 0.9, "high": 0.99}))
 
 
 class Layers(unittest.TestCase):

@@ -21,4 +21,4 @@ def built(tree: Path, bench: str) -> str:
     )
     messages = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     [program] = {message["executable"] for message in messages if message.get("target", {}).get("name") == bench}
-    return program
+    return str(program)

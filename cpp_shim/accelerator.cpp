@@ -1,6 +1,8 @@
 // See accelerator.h.
 #include "accelerator.h"
 
+#include <dlfcn.h>
+
 #include <stdexcept>
 
 #include <ATen/Context.h>
@@ -196,7 +198,7 @@ void block_stream_until_through(std::shared_ptr<StagedTensors> tensors, c10::iva
   });
 }
 
-// --- pinned memory ---
+// --- pinned memory and threads ---
 
 std::unique_ptr<bridge::PinnedMemory> bridge::pin_memory(int8_t device_type, size_t bytes) {
   return plainly([&] {
@@ -204,6 +206,17 @@ std::unique_ptr<bridge::PinnedMemory> bridge::pin_memory(int8_t device_type, siz
     TORCH_CHECK(allocator != nullptr, "no allocator of pinned memory");
     return std::make_unique<TorchPinnedMemory>(allocator->allocate(bytes));
   });
+}
+
+void bridge::relax_captures(int8_t device_type) noexcept {
+  if (static_cast<c10::DeviceType>(device_type) != c10::kCUDA) return;
+  // torch offers this to code that links with the device's library alone. Both libraries have the same modes.
+  for (const char* name : {"cudaThreadExchangeStreamCaptureMode", "hipThreadExchangeStreamCaptureMode"}) {
+    if (auto* exchange = reinterpret_cast<int (*)(int*)>(::dlsym(RTLD_DEFAULT, name))) {
+      int relaxed = 2;
+      exchange(&relaxed);
+    }
+  }
 }
 
 }  // namespace accl

@@ -446,8 +446,7 @@ AcclBackend::WorkPtr AcclBackend::reduce_sparse(const at::Tensor& tensor, const 
   const Event event{OpType::_ALLREDUCE_SPARSE, "accl:sparse_all_reduce", tensors, replaced};
   return recorded(event, tensors, opts.asyncOp, [&]() -> WorkPtr {
     int64_t timeout_ms = opts.timeout == c10d::kUnsetTimeout ? -1 : opts.timeout.count();
-    // The sequence numbers are taken last, after everything that may throw, because the other ranks wait for calls with
-    // these numbers.
+    // The sequence numbers are taken last, after everything that may throw: the other ranks wait for calls with them.
     if (!wants_work(opts.asyncOp)) {
       return complete(event, timeout_ms, [&] {
         auto task = std::make_unique<SparseSum>(group_, tensor, rank_, size_, timeout_ms);
@@ -459,6 +458,7 @@ AcclBackend::WorkPtr AcclBackend::reduce_sparse(const at::Tensor& tensor, const 
     }
     auto work = make_work(event, tensors);
     if (in_flight_->is_extended()) timeout_ms = extended_ms(timeout_ms, work->entry()->key);
+    if (timeout_ms >= 0) work->entry()->timeout = std::chrono::milliseconds(timeout_ms);
     auto task = std::make_unique<SparseSum>(group_, tensor, rank_, size_, timeout_ms);
     work->entry()->seq = task->reserve();
     const auto spawned = bridge::group_spawn(*group_->group, std::move(task), *work->entry()->ticket);

@@ -54,6 +54,7 @@ class PinnedMemory {
   virtual std::size_t address() const noexcept = 0;
 };
 std::unique_ptr<PinnedMemory> pin_memory(std::int8_t device_type, std::size_t bytes);
+void relax_captures(std::int8_t device_type) noexcept;
 
 // The copies of one call on an accelerator: see accelerator.h. `out` is the direction to the tensors.
 struct AcceleratorStream;

@@ -117,10 +117,9 @@ void record_phases(const char* title, const bridge::PhaseNanos& phases) noexcept
     auto callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION);
     if (!callbacks.has_value()) return;
     const auto us = [](int64_t nanos) { return c10::IValue(static_cast<double>(nanos) / 1e3); };
-    const std::unordered_map<std::string, c10::IValue> times{{"queue_us", us(phases.queue)},
-                                                             {"peers_us", us(phases.peers)},
-                                                             {"transfer_us", us(phases.transfer)},
-                                                             {"reduce_us", us(phases.reduce)}};
+    const std::unordered_map<std::string, c10::IValue> times{
+        {"queue_us", us(phases.queue)},       {"bus_us", us(phases.bus)},       {"peers_us", us(phases.peers)},
+        {"transfer_us", us(phases.transfer)}, {"reduce_us", us(phases.reduce)}};
     const std::string name(bridge::event_name({}, bridge::EventName::Phases, title, 0).text);
     at::RecordFunction event(std::move(*callbacks));
     event.before(std::string_view(name), c10::ArrayRef<const c10::IValue>(), &times);

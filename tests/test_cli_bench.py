@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from support import run_command
+from support import run_command, standin
 from support.oracle import offered
 
 BENCH = [sys.executable, "-m", "torch_accl_cli", "bench"]
@@ -235,7 +235,20 @@ WRONG = {
     "moved only": (["--dtype", "float8_e5m2"], "this type can only be moved, not reduced"),
     "backend": (["--against", "glo"], "did you mean gloo?"),
     "missing backend": (["--against", "mpi"], "this installation of torch was built without mpi"),
-    "backend of devices": (["--against", "nccl"], "nccl does not accept CPU tensors"),
+    "backend of devices": (
+        ["--against", "nccl"],
+        "nccl does not accept CPU tensors; it accepts tensors of cuda; give --device cuda",
+    ),
+    "no device": (["--device", "gpu0"], "--device: unknown device 'gpu0'; expected cpu, or a device such as cuda"),
+    "device without memory": (
+        ["--device", "meta"],
+        "--device: accl does not accept meta tensors; expected one of cpu",
+    ),
+    "device and engine": (
+        ["--device", "cuda", "--engine"],
+        "time calls on host memory: leave them out, or leave out --device",
+    ),
+    "backend of another device": (["--device", "xpu", "--against", "nccl"], "nccl does not accept xpu tensors"),
     "algorithm": (["--algorithm", "rng"], "did you mean ring?"),
     "codec": (["--codec", "maxmin:9"], "--codec: codec maxmin: bits is 9; expected 1 to 8"),
     "codec's setting": (["--codec", "maxmin:4,buckt=64"], "did you mean `bucket`?"),
@@ -284,6 +297,37 @@ def test_wrong_input_is_one_sentence_and_status_2(name, refusals):
     assert (status, out) == (2, "")
     assert len(err.splitlines()) == 1
     assert WRONG[name][1] in err
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator")
+def test_a_device_that_is_missing_is_refused_by_the_ranks():
+    ended = command("--device", "cuda", *BRIEF)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    said = "--device: cuda is not available: this machine has no accelerator that torch can use; see `accl info`"
+    assert said in ended.stderr
+    assert len(ended.stderr.splitlines()) == 1
+
+
+@pytest.mark.skipif(torch.__version__ < "2.15", reason="the stand-in is written for the interfaces of torch 2.15")
+def test_tensors_may_be_on_a_device():
+    standin.build()
+    script = """
+        import sys
+        from support import standin
+
+        standin.register("random")
+        from torch_accl import cli
+
+        sys.exit(cli.main(["bench", *sys.argv[1:]]))
+    """
+    tests = os.path.dirname(__file__)
+    arguments = "all --device standin --codec bf16 --dtype float32,bfloat16 --sizes 4,64KiB --json"
+    ended = run([sys.executable, "-c", textwrap.dedent(script), *arguments.split(), *BRIEF], {"PYTHONPATH": tests})
+    assert ended.returncode == 0, ended.stderr
+    document = json.loads(ended.stdout)
+    assert document["settings"]["device"] == "standin"
+    timed = [each for cell in document["cells"] for each in cell["backends"].values()]
+    assert len(timed) == 2 * (8 * 4 + 1) and all(each["wrong"] == 0 and each["time_us"] > 0 for each in timed)
 
 
 @pytest.mark.slow

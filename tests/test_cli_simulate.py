@@ -1,12 +1,15 @@
-"""`accl simulate`, and what `accl info` reports about calibration."""
+"""`accl simulate`, and what `accl info` reports about calibration and accelerators."""
 
 import json
 import os
+import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from support import BACKEND, command_code, run_command, run_script
+import torch
+from support import BACKEND, command_code, run_command, run_script, standin
 
 pytestmark = pytest.mark.skipif(BACKEND != "accl", reason="about this package only")
 
@@ -113,6 +116,24 @@ def test_info_measures_once_and_says_from_where(tmp_path):
             assert calibration["source"].startswith(str(tmp_path / "torch-accl")) and calibration["age_s"] < 600
             assert len(list((tmp_path / "torch-accl").iterdir())) == 1
     assert "calibration" in accl("info", **env).stdout
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator")
+def test_info_says_why_there_is_no_accelerator():
+    said = "^accelerators +none: (torch finds no device of its type|this torch was built)"
+    assert re.search(said, accl("info").stdout, re.MULTILINE)
+
+
+@pytest.mark.skipif(torch.__version__ < "2.15", reason="the stand-in is written for the interfaces of torch 2.15")
+def test_info_names_accelerators_and_the_way_of_their_calls():
+    standin.build()
+    script = "from support import standin; standin.register(); from torch_accl import cli; cli.main(['info', '--json'])"
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+    ended = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stderr
+    facts = json.loads(ended.stdout)
+    assert facts["accelerators"] == ["standin:0", "standin:1"]
+    assert facts["accelerator_route"].startswith("staged") and facts["accelerator_codecs"].startswith("on the CPU")
 
 
 @pytest.mark.slow

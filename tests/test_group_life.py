@@ -461,6 +461,23 @@ def test_an_ephemeral_timeout_holds_until_the_first_call_after_it_is_over(rank, 
     dist.barrier()
 
 
+@needs("ephemeral timeouts")
+@on_ranks(2)
+def test_the_work_of_a_sparse_sum_has_the_timeout_of_its_call(rank, world):
+    group = dist.new_group(timeout=timedelta(seconds=30))
+    sparse = torch.sparse_coo_tensor([[rank]], [1.0], (3,))
+    options = dist.AllreduceOptions()
+    options.timeout = timedelta(seconds=7)
+    work = backend_of(group).allreduce([sparse], options)
+    assert work.timeout == timedelta(seconds=7)
+    work.wait()
+    group._add_ephemeral_timeout(timedelta(seconds=10))
+    work = dist.all_reduce(sparse, group=group, async_op=True)
+    assert work.timeout == timedelta(seconds=40)
+    work.wait()
+    dist.barrier()
+
+
 @on_ranks(1)
 def test_the_name_that_gloo_has_for_set_timeout_works(rank, world):
     group = dist.new_group()

@@ -174,7 +174,7 @@ def phases(profile, collective):
     """Returns, for each call of `collective` in the profile, the time per phase in microseconds."""
     found = [event for event in profile.function_events if event.name == f"accl:phases:{collective}"]
     for event in found:
-        assert set(event.kwinputs) == {"queue_us", "peers_us", "transfer_us", "reduce_us"}, event.kwinputs
+        assert set(event.kwinputs) == {"queue_us", "bus_us", "peers_us", "transfer_us", "reduce_us"}, event.kwinputs
         assert all(value >= 0 for value in event.kwinputs.values()), event.kwinputs
     return [event.kwinputs for event in found]
 
@@ -354,7 +354,7 @@ def test_phases_are_in_the_trace_that_is_exported(rank, world, tmp_path):
     assert all(
         float(each["args"][name]) >= 0
         for each in events
-        for name in ("queue_us", "peers_us", "transfer_us", "reduce_us")
+        for name in ("queue_us", "bus_us", "peers_us", "transfer_us", "reduce_us")
     ), events
 
 

@@ -58,6 +58,25 @@ def test_a_group_can_be_made_without_an_import():
     assert result.returncode == 0 and result.stdout == "[1.0, 1.0, 1.0] accl\n", result.stderr
 
 
+@pytest.mark.parametrize("has_driver", [False, True])
+def test_a_group_serves_no_gpus_where_no_driver_is(has_driver):
+    printed = in_one_process(
+        f"""
+        import torch, torch.distributed as dist
+        from torch_accl import _register
+        torch.version.cuda, torch.version.hip = "13.0", None
+        _register._is_there = lambda library: {has_driver}
+        dist.init_process_group("accl")
+        print(*sorted(device.type for device in dist.group.WORLD._device_types))
+        dist.destroy_process_group()
+        dist.init_process_group("cpu:accl,cuda:accl")
+        print(*sorted(device.type for device in dist.group.WORLD._device_types))
+        dist.destroy_process_group()
+        """
+    )
+    assert printed.splitlines() == ["cpu cuda" if has_driver else "cpu", "cpu cuda"]
+
+
 @pytest.mark.parametrize("name", ["accl", "cpu:accl", "cpu:accl,cuda:gloo"])
 def test_every_spelling_works_without_an_import(name):
     printed = in_one_process(

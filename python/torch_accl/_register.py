@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import gc
 import inspect
 import multiprocessing
@@ -13,6 +14,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from functools import cache
 from types import FrameType
 from typing import Any
 
@@ -63,14 +65,16 @@ _knows_of_cgx: list[bool] = []
 
 
 class _Devices(list[str]):
-    """Device types of a group whose `backend` argument names none: these, and the type that a package adds to torch.
+    """Device types of a group whose `backend` argument names none: the given types that can exist here, and the type
+    that a package adds to torch.
 
-    Such a package may be imported later, so its type is looked up when a group is created. `register_backend` must not see
-    it: it would make accl the type's default backend.
+    Types are looked up when a group is created. A package may be imported later, and looking for drivers at import would
+    take time. torch's flight recorder asks each type of a group for its stream at every barrier. A type without a driver
+    answers with an exception, which takes longer than the barrier.
     """
 
     def __iter__(self) -> Iterator[str]:
-        yield from super().__iter__()
+        yield from filter(_may_exist, super().__iter__())
         yield from self._added()
 
     def __contains__(self, device: object) -> bool:
@@ -82,13 +86,35 @@ class _Devices(list[str]):
         return [name] if is_registered and hasattr(torch, name) and not super().__contains__(name) else []
 
 
+@cache
+def _may_exist(device: str) -> bool:
+    """Whether this process may have devices of a type of torch. Creates no context, and asks no driver."""
+    match device:
+        case "cuda" if torch.version.hip is not None:
+            # The second one is the GPU of Windows in WSL.
+            return os.path.exists("/dev/kfd") or os.path.exists("/dev/dxg")
+        case "cuda":
+            return torch.version.cuda is not None and _is_there("libcuda.so.1")
+        case "xpu":
+            return torch.xpu._is_compiled()
+    return True
+
+
+def _is_there(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
+
+
 def register() -> None:
     """Registers the backend with torch.distributed. May be called repeatedly. It is also the entry point of torch's plug-ins."""
-    devices = _Devices(["cpu", "cuda", "xpu"])
+    devices = ["cpu", "cuda", "xpu"]
     if NAME.upper() not in dist.Backend._plugins:
+        # Without the type that a package adds: accl would become the type's default backend.
         dist.Backend.register_backend(NAME, create_backend, extended_api=True, devices=devices)
-    # Before torch 2.14 the backend was registered without the type that a package adds.
-    dist.Backend.backend_capability[NAME] = devices
+    dist.Backend.backend_capability[NAME] = _Devices(devices)
 
 
 def create_backend(group: Any, pg_options: _native.BackendOptions | None) -> _native.Backend:

@@ -118,9 +118,31 @@ def facts(native: Any, calibrate: bool) -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         **native.host_facts(),
+        **_accelerators(),
         # A package's requirements are known only when it is loaded, and loading it may involve all ranks of a job.
         "loaded_with_the_first_group": [f"{one.name} of {_package(one)}" for one in packages],
         "calibration": native.calibration(calibrate),
+    }
+
+
+def _accelerators() -> dict[str, Any]:
+    """Returns the accelerators that torch finds here, and how calls on their tensors go; else why there are none."""
+    import torch
+
+    kind = torch.accelerator.current_accelerator()
+    count = torch.accelerator.device_count() if kind is not None else 0
+    if kind is None or not count:
+        missing = (
+            "this torch was built for CPU tensors alone"
+            if kind is None
+            else f"torch finds no device of its type {kind.type}"
+        )
+        return {"accelerators": f"none: {missing}"}
+    name_of = getattr(torch.get_device_module(kind), "get_device_name", lambda index: "")
+    return {
+        "accelerators": [f"{kind.type}:{index} {name_of(index)}".strip() for index in range(count)],
+        "accelerator_route": "staged: copies to pinned host memory and back",
+        "accelerator_codecs": "on the CPU: no kernels for accelerators exist",
     }
 
 

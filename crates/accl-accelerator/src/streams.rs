@@ -80,8 +80,11 @@ pub trait StreamEvent: Send + fmt::Debug {
     fn has_come(&self) -> Result<bool>;
 }
 
-/// Allocator of host memory from which and to which a device copies without the processor.
+/// A type of device: its host memory, from which and to which it copies without the processor, and its threads.
 pub trait Pinning: Send + Sync + fmt::Debug {
     /// Returns pinned memory; `None` if this system cannot pin so much.
     fn allocate(&self, len_bytes: usize) -> Option<LentMemory>;
+
+    /// Prepares the thread that asks the device for events, before it asks for the first one.
+    fn enter_thread(&self) {}
 }

@@ -119,6 +119,7 @@ impl Follower {
     }
 
     fn run(&self) {
+        self.pinned.enter_thread();
         let mut jobs: Vec<Job> = Vec::new();
         let mut last = Instant::now();
         loop {

@@ -1,5 +1,6 @@
 //! Calls whose tensors lie on a stand-in for an accelerator, over the engine.
 
+use std::cell::Cell;
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
@@ -156,6 +157,12 @@ impl std::fmt::Debug for Event {
 
 impl StreamEvent for Event {
     fn has_come(&self) -> Result<bool> {
+        let is_follower = std::thread::current().name() == Some("accl-accelerator");
+        assert_eq!(
+            is_follower,
+            IS_PREPARED.get(),
+            "the follower's thread prepares itself before it asks, no other does"
+        );
         if self.device.when == When::Broken(self.direction) {
             return Err(Error::device("an illegal address was accessed"));
         }
@@ -186,6 +193,11 @@ impl StreamEvent for Event {
 #[derive(Debug)]
 struct Heap;
 
+thread_local! {
+    /// Whether this thread was prepared for the device.
+    static IS_PREPARED: Cell<bool> = const { Cell::new(false) };
+}
+
 /// Number of blocks that were freed. Each test has a process of its own.
 static FREED: AtomicUsize = AtomicUsize::new(0);
 
@@ -197,6 +209,10 @@ impl Pinning for Heap {
             FREED.fetch_add(1, Ordering::Relaxed);
             drop(memory);
         }))
+    }
+
+    fn enter_thread(&self) {
+        IS_PREPARED.set(true);
     }
 }
 

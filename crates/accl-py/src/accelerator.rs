@@ -325,6 +325,10 @@ impl Pinning for TorchPinning {
         // SAFETY: the owner has memory of this size, and gives no other code access to it.
         Some(unsafe { LentMemory::new(address as *mut u8, len_bytes, Box::new(Owner(owner))) })
     }
+
+    fn enter_thread(&self) {
+        ffi::relax_captures(self.device_type);
+    }
 }
 
 /// Owner of pinned memory.

@@ -168,6 +168,8 @@ pub mod ffi {
         is_known: bool,
         /// Time until this rank began the call.
         queue: i64,
+        /// Time for copies between host memory and an accelerator that no other phase hides.
+        bus: i64,
         /// Time from then until the first message of a peer arrived.
         peers: i64,
         /// Time for moving bytes and waiting for more of them.
@@ -306,6 +308,9 @@ pub mod ffi {
         type PinnedMemory;
         fn address(self: &PinnedMemory) -> usize;
         fn pin_memory(device_type: i8, bytes: usize) -> Result<UniquePtr<PinnedMemory>>;
+
+        /// Lets the calling thread ask a device for events while other threads capture a graph.
+        fn relax_captures(device_type: i8);
 
         /// The copies of one call on an accelerator. `out` is the direction to the tensors.
         type AcceleratorCall;

@@ -90,9 +90,9 @@ impl PhaseNanos {
     pub(crate) fn of(phases: Option<&Phases>) -> Self {
         let nanos = |time: Duration| i64::try_from(time.as_nanos()).unwrap_or(i64::MAX);
         let times = phases.and_then(Phases::times);
-        let PhaseTimes { queue, peers, transfer, reduce } = times.unwrap_or_default();
-        let [queue, peers, transfer, reduce] = [queue, peers, transfer, reduce].map(nanos);
-        Self { is_known: times.is_some(), queue, peers, transfer, reduce }
+        let PhaseTimes { queue, bus, peers, transfer, reduce } = times.unwrap_or_default();
+        let [queue, bus, peers, transfer, reduce] = [queue, bus, peers, transfer, reduce].map(nanos);
+        Self { is_known: times.is_some(), queue, bus, peers, transfer, reduce }
     }
 }
 

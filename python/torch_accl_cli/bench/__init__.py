@@ -45,6 +45,7 @@ examples:
   accl bench all_reduce all_gather --dtype float32,bfloat16 --ranks 4 --json
   accl bench --codec maxmin:4 --codec maxmin:8,bucket=128 --sizes 1MiB,25MiB
   accl bench all --try-all --sizes 4,16KiB,1MiB
+  accl bench --device cuda --against nccl,gloo
   torchrun --nproc-per-node 2 --no-python accl bench --against gloo --plot speed.png"""
 
 
@@ -64,6 +65,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         metavar="CODEC",
         help="also time accl with this codec, such as maxmin:4 or bf16; repeat the option for further codecs",
+    )
+    add(
+        "--device",
+        default="cpu",
+        metavar="TYPE",
+        help="type of device that has the tensors, such as cuda, or one device such as cuda:0 for all ranks (default %(default)s)",
     )
     add("--algorithm", metavar="NAME", help="force accl to use this algorithm (`accl algorithms` lists them)")
     add("--try-all", action="store_true", help="time every algorithm in the engine and judge the engine's choice")

@@ -16,7 +16,9 @@ import torch.distributed as dist
 
 from .collectives import COLLECTIVES, ROOT, Collective
 
-__all__ = ["Case", "Prepared", "cases"]
+__all__ = ["CPU", "Case", "Prepared", "cases"]
+
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -58,11 +60,11 @@ class Prepared:
     """The buffers of a case on one rank.
 
     `inputs` and `outputs` are the call's blocks, one tensor per block, as the engine describes calls. `through_torch(group)`
-    returns the same call through torch's API.
+    returns the same call through torch's API. Buffers on an accelerator are filled and compared by way of host memory.
     """
 
-    def __init__(self, case: Case, rank: int, world: int) -> None:
-        self.case, self.rank, self.world = case, rank, world
+    def __init__(self, case: Case, rank: int, world: int, device: torch.device = CPU) -> None:
+        self.case, self.rank, self.world, self.device = case, rank, world, device
         self.op = getattr(dist.ReduceOp, (case.op or "sum").upper())
         count, many = case.count, case.count * world
         is_root = rank == ROOT
@@ -126,13 +128,20 @@ class Prepared:
     def fill(self) -> None:
         """Fills the source with this rank's values, and the target with zeros if it is another buffer."""
         self.clear()
-        _tile(self.source, self._pattern(self.rank))
+        _tile(host := self._in_host_memory(), self._pattern(self.rank))
+        self._set_source(host)
 
     def fill_gaussian(self) -> None:
         """Fills the source with normally distributed values of this rank; zeros if the type has none."""
         self.clear()
         if self.source.is_floating_point() and self.source.dtype.itemsize > 1:
-            self.source.normal_(generator=torch.Generator().manual_seed(self.rank))
+            host = self._in_host_memory()
+            self._set_source(host.normal_(generator=torch.Generator().manual_seed(self.rank)))
+
+    def synchronize(self) -> None:
+        """Waits until the device has done all work; at once on the CPU."""
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
 
     def wrong(self) -> int:
         """Returns the number of wrong elements in this rank's target after one call on filled buffers."""
@@ -142,6 +151,7 @@ class Prepared:
         """Returns the norm of the error divided by the norm of the exact result, in this rank's target after one such call."""
         lost = norm = 0.0
         for found, period, first in self._expected():
+            found = found.cpu()
             exact = period.roll(-(first % len(period))).repeat(len(found) // len(period) + 1)[: len(found)].double()
             lost += float((found.double() - exact).square().sum())
             norm += float(exact.square().sum())
@@ -171,7 +181,16 @@ class Prepared:
 
     def _buffer(self, count: int) -> torch.Tensor:
         dtype = getattr(torch, self.case.dtype)
-        return torch.zeros(count * dtype.itemsize, dtype=torch.uint8, device="cpu").view(dtype)
+        return torch.zeros(count * dtype.itemsize, dtype=torch.uint8, device=self.device).view(dtype)
+
+    def _in_host_memory(self) -> torch.Tensor:
+        """Returns the source, or a host tensor of its size whose values `_set_source` copies to it."""
+        return self.source if self.device.type == "cpu" else torch.empty_like(self.source, device=CPU)
+
+    def _set_source(self, host: torch.Tensor) -> None:
+        if host is not self.source:
+            # As bytes: not every type can be copied.
+            self.source.view(torch.uint8).copy_(host.view(torch.uint8))
 
     def _parts(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         return list(torch.split(tensor, self.case.count))
@@ -234,7 +253,7 @@ class Prepared:
 
     def _differing(self, found: torch.Tensor, period: torch.Tensor, first: int) -> int:
         """Returns the number of elements of `found` that differ from the repeated `period`, starting at element `first`."""
-        period = period.roll(-(first % len(period)))
+        period, found = period.roll(-(first % len(period))), found.cpu()
         if self.case.op == "avg" and (found.is_floating_point() or found.is_complex()):
             # A mean may be rounded twice: once as a sum in this type, once as a quotient.
             close = torch.finfo(found.dtype).eps

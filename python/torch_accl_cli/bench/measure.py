@@ -58,12 +58,14 @@ class ThroughTorch:
         """See `Contestant`."""
         call, fenced, clock = prepared.through_torch(self.group), prepared.case.collective.rooted, time.perf_counter_ns
         found = []
+        prepared.synchronize()
         for _ in range(samples):
             if fenced:
                 dist.barrier(group=self.group)
             begun = clock()
             for _ in range(calls):
                 call()
+            prepared.synchronize()
             found.append(clock() - begun)
         return found
 
@@ -173,7 +175,7 @@ def _compared(team: Team, prepared: Prepared, exact: Contestant, coded: Contesta
     for contestant in (exact, coded):
         prepared.fill_gaussian()
         contestant.call(prepared)
-        results.append(prepared.target.double())
+        results.append(prepared.target.cpu().double())
     difference = results[1] - results[0]
     shares = team.collect(
         [float(difference.square().sum()), float(results[0].square().sum()), int(difference.isnan().sum())]

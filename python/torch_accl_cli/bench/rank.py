@@ -30,6 +30,7 @@ def run_rank(request: Request, rank_info: RankInfo, store: Store) -> int:
     team = Team(rank_info, store)
     team.check(lambda: check_plot(request.plot if team.rank == 0 else None))
     placements = team.pin_ranks(request)
+    device = team.device(request)
     team.open(request)
     field = _Field(team, request)
     table = AlgorithmTable() if request.try_all else BackendTable(request.peers, request.codecs)
@@ -41,7 +42,7 @@ def run_rank(request: Request, rank_info: RankInfo, store: Store) -> int:
     watch = progress(len(cases)) if team.rank == 0 else unseen()
     for case in cases:
         with watch(case):
-            prepared = Prepared(case, team.rank, team.world)
+            prepared = Prepared(case, team.rank, team.world, device)
             timed = measure(team, prepared, field.contestants(prepared), request)
             cell = Cell(case, team.world, field.algorithm(prepared), timed)
         if prints:
@@ -82,7 +83,9 @@ class _Field:
         return [*self._own, *(one for one in forced if one is not None and _takes(one, prepared))]
 
     def algorithm(self, prepared: Prepared) -> str:
-        """Returns the engine's own choice for a case."""
+        """Returns the engine's own choice for a case. Calls on an accelerator are staged, and use the CPU's algorithm."""
+        if prepared.device.type != "cpu":
+            prepared = Prepared(prepared.case, prepared.rank, prepared.world)
         return backend_of(None).algorithm_of(**prepared.in_engine())
 
     def _force(self, collective: str, name: str) -> InEngine | None:
@@ -118,9 +121,10 @@ def _preface(request: Request, placements: list[dict[str, Any]]) -> list[str]:
     hosts = list(dict.fromkeys(placement["host"] for placement in placements))
     pinned = "one core each" if all(len(placement["cores"]) == 1 for placement in placements) else "not pinned"
     through = "in the engine, without torch" if request.engine else "through torch"
+    on = f", tensors on {request.device}" if request.is_on_accelerator else ""
     return [
         f"# torch-accl {__version__}, torch {torch.__version__}; {facts['cpu']}, {facts['kernel']}",
-        f"# {len(placements)} rank{'s' if len(placements) > 1 else ''}, {pinned}, on {', '.join(hosts)}; accl {through}; median of {request.alternations} rounds",
+        f"# {len(placements)} rank{'s' if len(placements) > 1 else ''}, {pinned}, on {', '.join(hosts)}{on}; accl {through}; median of {request.alternations} rounds",
     ]
 
 
@@ -132,6 +136,7 @@ def _document(request: Request, placements: list[dict[str, Any]], cells: list[Ce
         "ranks": placements,
         "settings": {
             "through": "engine" if request.engine else "torch",
+            "device": request.device,
             "against": request.peers,
             "codecs": request.codecs,
             "forced": request.rules,

@@ -36,6 +36,8 @@ class Request:
     """A run, after its arguments were checked."""
 
     collectives: list[str]
+    # The tensors' device, as given: a type, or a type and an index.
+    device: str
     sizes: list[int]
     dtypes: list[str]
     ops: list[str]
@@ -55,6 +57,11 @@ class Request:
     json: bool
     plot: Path | None
     timeout_s: float
+
+    @property
+    def is_on_accelerator(self) -> bool:
+        """Whether the tensors are on a device other than the CPU."""
+        return self.device != "cpu"
 
     def cases(self, world: int) -> list[Case]:
         """Returns the rows of the table for a number of ranks."""
@@ -93,6 +100,9 @@ def checked_request(given: argparse.Namespace) -> Request:
         raise WrongInput(
             "--try-all compares accl's algorithms with each other: leave out --against, --algorithm and --codec"
         )
+    device = _device(given.device)
+    if device != "cpu" and (given.engine or given.try_all):
+        raise WrongInput("--engine and --try-all time calls on host memory: leave them out, or leave out --device")
     if given.plot and given.try_all:
         raise WrongInput("--plot draws backends, and --try-all compares algorithms: leave out one of them")
     _positive(given.iterations, "--iterations")
@@ -103,10 +113,11 @@ def checked_request(given: argparse.Namespace) -> Request:
         raise WrongInput(f"--warmup: expected a number of at least 0, got {given.warmup}")
     return Request(
         collectives=collectives,
+        device=device,
         sizes=parse_sizes(given.sizes),
         dtypes=chosen,
         ops=ops,
-        peers=_peers(given.against),
+        peers=_peers(given.against, device),
         codecs=_codecs(given.codec or []),
         rules=_rules(given.algorithm, collectives, _native.algorithms()),
         try_all=given.try_all,
@@ -205,14 +216,48 @@ def _ops(text: str, dtypes: list[str], known: dict[str, list[str]], collectives:
     return ops
 
 
-def _peers(text: str | None) -> list[str]:
+def _device(text: str) -> str:
+    """Returns the name of a device. Does not use the device: ranks are forked from this process."""
+    import torch
+
+    try:
+        device = torch.device(text)
+    except RuntimeError:
+        raise WrongInput(f"--device: unknown device {text!r}; expected cpu, or a device such as cuda or xpu") from None
+    if device.type == "cpu":
+        return "cpu"
+    if not _accepts("accl", device.type):
+        raise WrongInput(f"--device: accl does not accept {device.type} tensors; {_expected(_devices_of('accl'))}")
+    return str(device)
+
+
+def _devices_of(backend: str) -> list[str]:
+    """Returns the types of devices whose tensors a backend accepts."""
+    import torch.distributed as dist
+
+    return list(dist.Backend.backend_capability.get(backend, ["cpu"]))
+
+
+def _accepts(backend: str, device: str) -> bool:
+    """Whether a backend accepts tensors of a type of device, which this machine may lack."""
+    import torch.distributed as dist
+
+    return device in dist.Backend.backend_capability.get(backend, ["cpu"])
+
+
+def _peers(text: str | None, device: str) -> list[str]:
     import torch.distributed as dist
 
     known = [name for name in dist.Backend.backend_list if name not in ("undefined", "fake", "accl")]
     peers = _each(text, known, "--against") if text else []
     for name in peers:
-        if "cpu" not in dist.Backend.backend_capability.get(name, ["cpu"]):
-            raise WrongInput(f"--against: {name} does not accept CPU tensors, and accl bench measures with CPU tensors")
+        if not _accepts(name, device.partition(":")[0]):
+            devices = _devices_of(name)
+            hint = f"; give --device {devices[0]}" if device == "cpu" else ""
+            kind = "CPU" if device == "cpu" else device
+            raise WrongInput(
+                f"--against: {name} does not accept {kind} tensors; it accepts tensors of {', '.join(devices)}{hint}"
+            )
         if not dist.is_backend_available(name):
             raise WrongInput(f"--against: this installation of torch was built without {name}")
     return peers

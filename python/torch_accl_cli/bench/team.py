@@ -28,6 +28,8 @@ class Team:
 
     def __init__(self, rank_info: RankInfo, store: Store) -> None:
         self.rank, self.world = rank_info.rank, rank_info.world
+        # Index among the ranks of this host; `pin_ranks` finds it.
+        self._local_rank = 0
         self._store = PrefixStore("team", store)
         self._group_store = PrefixStore("groups", store)
         self._exchanges = 0
@@ -73,11 +75,26 @@ class Team:
         shares_cores = all(placement["cores"] == cores for placement in mine)
         self.check(lambda: check_pin(request.pin and shares_cores, len(mine), len(cores)))
         self.check(lambda: request.check_memory(self.world, len(mine)))
+        self._local_rank = [placement["rank"] for placement in mine].index(self.rank)
         if shares_cores and request.pin is not False and len(mine) <= len(cores):
-            index = [placement["rank"] for placement in mine].index(self.rank)
-            os.sched_setaffinity(0, {_one_thread_of_each_core_first(cores)[index]})
+            os.sched_setaffinity(0, {_one_thread_of_each_core_first(cores)[self._local_rank]})
         cores = sorted(os.sched_getaffinity(0))
         return self.collect({"rank": self.rank, "host": host[0], "pid": os.getpid(), "cores": cores})
+
+    def device(self, request: Request) -> torch.device:
+        """Returns the device of this rank's tensors, and makes it current. Without an index, the ranks of a host take the
+        devices in turn.
+
+        Raises:
+            WrongInput: on all ranks, if the device is missing on one.
+        """
+        device = torch.device(request.device)
+        if device.type == "cpu":
+            return device
+        self.check(lambda: _check_present(device))
+        index = self._local_rank % torch.accelerator.device_count() if device.index is None else device.index
+        torch.accelerator.set_device_index(index)
+        return torch.device(device.type, index)
 
     def open(self, request: Request) -> None:
         """Creates the default process group, with accl.
@@ -109,6 +126,23 @@ class Team:
         self.collect(None)
         dist.destroy_process_group()
         leave(self._store, self.rank, self.world)
+
+
+def _check_present(device: torch.device) -> None:
+    """Refuses a device that this process cannot use."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None or found.type != device.type:
+        there = (
+            f"this machine has {found.type}"
+            if found is not None
+            else "this machine has no accelerator that torch can use"
+        )
+        raise WrongInput(f"--device: {device} is not available: {there}; see `accl info`")
+    count = torch.accelerator.device_count()
+    if device.index is not None and device.index >= count:
+        raise WrongInput(
+            f"--device: {device} is not available: the devices are {device.type}:0 to {device.type}:{count - 1}"
+        )
 
 
 def machine() -> dict[str, Any]:

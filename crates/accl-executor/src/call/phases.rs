@@ -1,4 +1,5 @@
-//! Phase timing of a call on this rank: before it began, waiting for peers, moving bytes, arithmetic.
+//! Phase timing of a call on this rank: before it began, waiting for peers, moving bytes, arithmetic, copies of staged
+//! tensors.
 //!
 //! This module owns the times and the stopwatch, which reads a clock that is passed in. Only a call whose description
 //! requests it is timed, because each piece of arithmetic then reads the clock twice. Read [`Phases`] first.
@@ -20,8 +21,12 @@ pub struct Phases {
     prepared: AtomicU64,
     /// Time since `made` until the first part began.
     begun: AtomicU64,
+    /// Time since `made` until the first bytes of a staged tensor arrived in host memory.
+    arrived: AtomicU64,
     /// Time since `made` until the first message from a peer arrived.
     met: AtomicU64,
+    /// Time since `made` until only copies out of host memory were left; 0 if no tensor is copied out.
+    handed_over: AtomicU64,
     /// Time since `made` until the call completed.
     total: AtomicU64,
     /// Arithmetic before `met`, of the part that received the first message.
@@ -39,6 +44,10 @@ const NEVER: u64 = u64::MAX;
 pub struct PhaseTimes {
     /// Time until this rank began the call, without the preparation of its memory.
     pub queue: Duration,
+    /// Time that the call spent on copies between host memory and an accelerator alone: from its beginning until the first
+    /// bytes of a tensor arrived, and from its last operation until all results were copied. Copies that other phases hide
+    /// do not count. Work of the accelerator that precedes the call counts. Zero if no tensor is staged.
+    pub bus: Duration,
     /// Time from then until the first message from a peer arrived, without arithmetic. Zero if the call completed
     /// without a message.
     pub peers: Duration,
@@ -56,7 +65,9 @@ impl Phases {
             made: zero(),
             prepared: zero(),
             begun: never(),
+            arrived: never(),
             met: never(),
+            handed_over: zero(),
             total: zero(),
             worked_alone: zero(),
             worked: zero(),
@@ -82,15 +93,24 @@ impl Phases {
         let begun = of(&self.begun).clamp(prepared, total);
         let queue = begun - prepared;
         let reduce = (prepared + of(&self.worked)).min(total - queue);
-        let left = total - queue - reduce;
+        let copied_in = match of(&self.arrived) {
+            NEVER => 0,
+            arrived => arrived.saturating_sub(begun),
+        };
+        let copied_out = match of(&self.handed_over) {
+            0 => 0,
+            handed_over => total.saturating_sub(handed_over),
+        };
+        let bus = (copied_in + copied_out).min(total - queue - reduce);
+        let left = total - queue - reduce - bus;
         let peers = match of(&self.met) {
             // No message arrived, and the call failed: all remaining time was spent waiting for peers.
             NEVER if self.has_failed.load(Ordering::Relaxed) => left,
             NEVER => 0,
-            met => met.saturating_sub(begun + of(&self.worked_alone)).min(left),
+            met => met.saturating_sub(begun + copied_in + of(&self.worked_alone)).min(left),
         };
-        let [queue, peers, transfer, reduce] = [queue, peers, left - peers, reduce].map(Duration::from_nanos);
-        Some(PhaseTimes { queue, peers, transfer, reduce })
+        let [queue, bus, peers, transfer, reduce] = [queue, bus, peers, left - peers, reduce].map(Duration::from_nanos);
+        Some(PhaseTimes { queue, bus, peers, transfer, reduce })
     }
 
     /// Records that a part of the call has completed.
@@ -114,6 +134,7 @@ pub(crate) struct Stopwatch {
     phases: Arc<Phases>,
     has_begun: Cell<bool>,
     has_met: Cell<bool>,
+    has_handed_over: Cell<bool>,
     /// Nanoseconds of arithmetic so far.
     worked: Cell<u64>,
 }
@@ -121,13 +142,26 @@ pub(crate) struct Stopwatch {
 impl Stopwatch {
     /// Creates a stopwatch for a call that is timed.
     pub(crate) fn new(phases: Arc<Phases>, clock: fn() -> Moment) -> Self {
-        Self { clock, phases, has_begun: Cell::default(), has_met: Cell::default(), worked: Cell::default() }
+        let (has_begun, has_met, has_handed_over, worked) = Default::default();
+        Self { clock, phases, has_begun, has_met, has_handed_over, worked }
     }
 
     /// Records that this part begins, unless it has begun before.
     pub(crate) fn begin(&self) {
         if !self.has_begun.replace(true) {
             self.phases.begun.fetch_min(self.now(), Ordering::Relaxed);
+        }
+    }
+
+    /// Records that bytes of a staged tensor have arrived in host memory.
+    pub(crate) fn arrive(&self) {
+        self.phases.arrived.fetch_min(self.now(), Ordering::Relaxed);
+    }
+
+    /// Records that this part has nothing left to do but to copy results out of host memory. The first time counts.
+    pub(crate) fn hand_over(&self) {
+        if !self.has_handed_over.replace(true) {
+            self.phases.handed_over.fetch_max(self.now(), Ordering::Relaxed);
         }
     }
 
@@ -187,15 +221,25 @@ mod tests {
         Moment::default() + Duration::from_millis(NOW.get())
     }
 
-    /// Returns the phases, in milliseconds, of a call that is submitted now and then runs `go`.
+    /// Returns the phases, in milliseconds, of a call that is submitted now and then runs `go`: queue, peers, transfer,
+    /// reduce. No tensor is staged.
     fn times(has_failed: bool, go: impl FnOnce(&Phases, &dyn Fn() -> Stopwatch)) -> [u128; 4] {
+        let [queue, bus, others @ ..] = staged_times(has_failed, go);
+        assert_eq!(bus, 0);
+        let [peers, transfer, reduce] = others;
+        [queue, peers, transfer, reduce]
+    }
+
+    /// Returns the phases, in milliseconds, of a call that is submitted now and then runs `go`: queue, bus, peers, transfer,
+    /// reduce.
+    fn staged_times(has_failed: bool, go: impl FnOnce(&Phases, &dyn Fn() -> Stopwatch)) -> [u128; 5] {
         let phases = Phases::new();
         pass(7);
         phases.make(clock());
         go(&phases, &|| Stopwatch::new(phases.clone(), clock));
         phases.end(clock(), has_failed);
-        let PhaseTimes { queue, peers, transfer, reduce } = phases.times().unwrap();
-        [queue, peers, transfer, reduce].map(|time| time.as_millis())
+        let PhaseTimes { queue, bus, peers, transfer, reduce } = phases.times().unwrap();
+        [queue, bus, peers, transfer, reduce].map(|time| time.as_millis())
     }
 
     #[test]
@@ -214,6 +258,41 @@ mod tests {
             watch.time(|| pass(16));
         });
         assert_eq!(found, [1, 4, 8, 32 + 18]);
+    }
+
+    #[test]
+    fn time_on_the_bus_is_the_time_before_the_first_byte_arrives_and_after_the_last_operation() {
+        let found = staged_times(false, |_, watch| {
+            let watch = watch();
+            pass(1);
+            watch.begin();
+            pass(2);
+            watch.arrive();
+            watch.time(|| pass(4));
+            // More bytes arrive while the call waits for a peer.
+            pass(8);
+            watch.arrive();
+            watch.meet();
+            pass(16);
+            watch.hand_over();
+            pass(32);
+            watch.hand_over();
+        });
+        assert_eq!(found, [1, 2 + 32, 8, 16, 4]);
+    }
+
+    #[test]
+    fn a_peer_that_comes_before_the_first_byte_is_not_awaited() {
+        let found = staged_times(false, |_, watch| {
+            let watch = watch();
+            watch.begin();
+            pass(2);
+            watch.meet();
+            pass(4);
+            watch.arrive();
+            pass(8);
+        });
+        assert_eq!(found, [0, 6, 0, 8, 0]);
     }
 
     #[test]

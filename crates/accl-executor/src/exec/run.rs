@@ -394,6 +394,12 @@ impl Run {
     fn complete(&mut self, op: u32) {
         self.ops[op as usize].complete = true;
         self.remaining -= 1;
+        if let Some(watch) = self.compute.watch()
+            && self.plan.copy_out.is_some_and(|op| !self.ops[op as usize].complete)
+            && self.awaits_copies_alone()
+        {
+            watch.hand_over();
+        }
     }
 
     // ---- sending
@@ -820,6 +826,12 @@ impl Run {
         let Some(staging) = &plan.staging else { return };
         let before = self.copied_in;
         self.copied_in = before.max(count);
+        if before == 0
+            && count > 0
+            && let Some(watch) = self.compute.watch()
+        {
+            watch.arrive();
+        }
         if self.awaits_parts_in() && self.meet() {
             self.copied_in = staging.all_in();
         }
