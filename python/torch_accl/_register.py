@@ -33,6 +33,8 @@ __all__ = [
     "make_whole_job_with",
     "options_of",
     "register",
+    "register_name",
+    "serve_devices",
     "settle_cgx",
 ]
 
@@ -63,11 +65,15 @@ _knows_of_cgx: list[bool] = []
 
 
 class _Devices(list[str]):
-    """Device types of a group whose `backend` argument names none: these, and the type that a package adds to torch.
+    """Device types of a group whose `backend` argument is a name alone: these, and the type that a package adds to torch.
 
     Such a package may be imported later, so its type is looked up when a group is created. `register_backend` must not see
-    it: it would make accl the type's default backend.
+    it: it would make this backend the type's default.
     """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(["cpu", "cuda", "xpu"])
+        self._backend = name.upper()
 
     def __iter__(self) -> Iterator[str]:
         yield from super().__iter__()
@@ -78,17 +84,28 @@ class _Devices(list[str]):
 
     def _added(self) -> list[str]:
         name = torch._C._get_privateuse1_backend_name()
-        is_registered = NAME.upper() in dist.Backend._plugins
+        is_registered = self._backend in dist.Backend._plugins
         return [name] if is_registered and hasattr(torch, name) and not super().__contains__(name) else []
 
 
 def register() -> None:
     """Registers the backend with torch.distributed. May be called repeatedly. It is also the entry point of torch's plug-ins."""
-    devices = _Devices(["cpu", "cuda", "xpu"])
-    if NAME.upper() not in dist.Backend._plugins:
-        dist.Backend.register_backend(NAME, create_backend, extended_api=True, devices=devices)
+    register_name(NAME, create_backend)
+
+
+def register_name(name: str, create: Callable[[Any, Any], Backend | dist.ProcessGroup]) -> None:
+    """Registers a backend for tensors of the CPU and of all accelerators, unless its name is registered."""
+    devices = _Devices(name)
+    if name.upper() not in dist.Backend._plugins:
+        dist.Backend.register_backend(name, create, extended_api=True, devices=devices)
     # Before torch 2.14 the backend was registered without the type that a package adds.
-    dist.Backend.backend_capability[NAME] = devices
+    dist.Backend.backend_capability[name] = devices
+
+
+def serve_devices(group: dist.ProcessGroup, backend: Backend, name: str) -> None:
+    """Makes a group that torch does not fill use this backend for tensors of all devices; `name` is the backend's."""
+    for device in dist.Backend.backend_capability[name]:
+        group._register_backend(torch.device(device), dist.ProcessGroup.BackendType.CUSTOM, backend)
 
 
 def create_backend(group: Any, pg_options: _native.BackendOptions | None) -> _native.Backend:
