@@ -360,7 +360,7 @@ def _created(function: str) -> DeviceRequest:
 def _group_text() -> str | None:
     """Returns the text of the default group's device; None if the group is not accl's or has no device."""
     group = dist.distributed_c10d._get_default_group()
-    # Each device of the group may have another backend. All those of accl have the same options.
+    # Each device of the group may have another backend. All backends of accl in a group have the same options.
     for backend in map(group._get_backend, group._device_types):
         if isinstance(backend, ProcessGroupACCL):
             text = backend.options.settings.get("device")

@@ -47,7 +47,7 @@ def _future_on(
     left, refused = itertools.count(len(futures) - 1, -1), list[Exception]()
 
     def ended(_: object) -> None:
-        # A single bytecode of `itertools` counts, so exactly one of several threads is the last.
+        # The interpreter counts in one step, so exactly one of several threads is the last.
         if next(left):
             return
         try:

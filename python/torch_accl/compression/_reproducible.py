@@ -182,7 +182,7 @@ class _Sum:
                     f"{tensor.dtype} ({str(tensor.layout).removeprefix('torch.')})"
                 )
         self.tensors = list(tensors)
-        # `reshape` copies tensors that are not contiguous, `_real` copies conjugate ones, and `cpu` those of other devices.
+        # `reshape` copies tensors that are not contiguous, `_real` copies conjugate tensors, and `cpu` tensors of accelerators.
         self.flat = [_real(tensor.detach()).reshape(-1).cpu() for tensor in tensors]
         self.divisor = group.size() if is_mean else 1
         self.group = group

@@ -42,7 +42,7 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 # Type of the operators that torch's calls accept. An operator with a factor (PREMUL_SUM) is a `ReduceOp`.
 Op = dist.ReduceOp | dist.ReduceOp.RedOpType
 
-# Addresses of residuals: of contributions, and of sums.
+# Addresses of residuals in host memory: of contributions, and of sums.
 Addresses = tuple[list[int], list[int]]
 
 # The codecs of one tensor (inside hosts, for parts of sums, for results), and the number that selects its random numbers.
@@ -66,7 +66,7 @@ def encoded(
 ) -> Iterator[None]:
     """Encodes calls that this thread issues inside, and measures them if `stats` is given.
 
-    The memory of `residuals` must stay valid until these calls complete.
+    The memory of `residuals` must stay valid until the futures of these calls complete.
     """
     before = _native.encode_calls(_native.Encoding(codecs, seed, step, residuals, stats, one_in))
     try:

@@ -121,8 +121,9 @@ class CompressionState(OfGroup):
         self._plans: dict[tuple[object, ...], Plan] = {}
         # Figures of replaced plans, by name.
         self._past: dict[str, _Figures] = {}
-        # Residuals in float32, of contributions and of sums, in host memory: the engine's codecs read and write them there,
-        # wherever gradients are. No call does so any more once a thread has waited for it. The key is the name; for shards between replicas name and `REPLICAS`.
+        # Residuals in float32, of contributions and of sums. The key is the name; for shards between replicas name and `REPLICAS`.
+        # They are in host memory, wherever gradients are, because the engine's codecs read and write them there. No call does so
+        # any more once a thread has waited for it.
         self._residuals: dict[str, torch.Tensor] = {}
         self._residuals_of_sums: dict[str, torch.Tensor] = {}
         # FSDP2: number of calls of each module.
@@ -409,7 +410,8 @@ class CompressionState(OfGroup):
             if work is not None:
                 works.append(work)
                 if is_encoded and part.residuals:
-                    # The callback keeps the residuals alive until the call completes, even if the state is released meanwhile.
+                    # The callback keeps the residuals alive until the future completes, even if the state is released meanwhile.
+                    # On an accelerator only copies of results are left then, and those do not use residuals.
                     work.get_future().then(partial(_let_go, part.residuals))
         return works
 
