@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -164,7 +164,10 @@ def host_all_reduce(
     options = dist.AllreduceOptions()
     options.reduceOp = op
     options.asyncOp = async_op
-    return accl_backend(group).allreduce([tensor], options)
+    # torch's stub of a backend lacks its collectives.
+    backend: Any = accl_backend(group)
+    work: dist.Work | None = backend.allreduce([tensor], options)
+    return work
 
 
 def _backend(group: dist.ProcessGroup, device: torch.device) -> Backend | None:
