@@ -9,7 +9,6 @@ import gc
 import io
 import time
 import warnings
-from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -23,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch_accl import Options, compression
+from torch_accl import Options, _native, compression
 from torch_accl.compat import accl_process_group, ccl, cgx
 from torch_accl.compression import Compression, Reproducible, _auto, _state
 from torch_accl.compression._futures import WorkOfSeveral, future_of
@@ -189,7 +188,7 @@ def test_modules_of_fsdp2_train_alike_on_both_devices(rank, world, order):
         model = net(device)
         for part in (model.up, model.down, model):
             fully_shard(part, mesh=mesh)
-        state = compression.CompressionState(replace(FEEDBACK, audit=0), model)
+        state = compression.CompressionState(FEEDBACK, model)
         compression.apply_fsdp2(model, state)
         parameters = train(model, rank, device, range(3))
         dist.barrier()
@@ -367,7 +366,7 @@ def contributions(rank, device, count=5003, dtype=torch.float32):
 @ORDERS
 def test_explicit_calls_give_alike_results(rank, world, order):
     module = start(rank, order)
-    audited = Compression("maxmin:4,bucket=64", audit=0)
+    audited = Compression("maxmin:4,bucket=64", audit=2)
 
     def program(device):
         results = []
@@ -483,6 +482,25 @@ def test_reproducible_sums_are_alike_on_both_devices(rank, world, order):
 
     check_alike(program)
     check_no_faults(module, models=1)
+
+
+@on_ranks(2, 3, fresh=True, init=False)
+@ORDERS
+def test_the_sample_of_a_measured_reduce_scatter_does_not_shift_its_tensors(rank, world, order):
+    """The sample counted among the tensors, so that each block copied tensors of the next one, and the last panicked."""
+    start(rank, order)
+
+    def program(device):
+        codecs = codecs_of(tuple(("maxmin:4,bucket=64",) * 3 + (number,) for number in range(3)))
+        inputs = [contributions(rank, device, count * world) + count for count in (100, 4000, 33)]
+        outputs = [torch.empty(tensor.numel() // world, device=device) for tensor in inputs]
+        stats = _native.ErrorStats(3)
+        options = dist.ReduceScatterOptions()
+        with encoded(codecs, 3, 1, None, stats, 2):
+            dist.group.WORLD.reduce_scatter_tensor_coalesced(outputs, inputs, options).wait()
+        return [tensor.cpu() for tensor in outputs]
+
+    check_alike(program)
 
 
 # --- streams and futures ---
