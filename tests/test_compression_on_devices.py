@@ -167,7 +167,6 @@ def test_a_model_trains_alike_on_both_devices(rank, world, order):
     def program(device):
         model, state = compressed(device)
         parameters = train(model, rank, device, range(4))
-        dist.barrier()
         return {"parameters": parameters, **residuals_of(state), **figures_of(state)}
 
     found = check_alike(program)
@@ -191,7 +190,6 @@ def test_modules_of_fsdp2_train_alike_on_both_devices(rank, world, order):
         state = compression.CompressionState(FEEDBACK, model)
         compression.apply_fsdp2(model, state)
         parameters = train(model, rank, device, range(3))
-        dist.barrier()
         return {"parameters": parameters, **residuals_of(state), **figures_of(state)}
 
     for shape in ((world,), (world, 1)):
@@ -252,9 +250,7 @@ def test_codecs_change_alike_when_errors_are_too_large(rank, world, monkeypatch)
         model, state = compressed(device, settings)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            for number in range(5):
-                parameters = train(model, rank, device, [number])
-                dist.barrier()
+            parameters = train(model, rank, device, range(5))
         warned = sorted(str(warning.message) for warning in caught if "error_limit" in str(warning.message))
         return parameters, dict(state._decided), warned
 
@@ -415,7 +411,6 @@ def test_explicit_calls_are_measured_alike(rank, world, order):
                         tensor, group=group, compression=Compression("maxmin:2", audit=2), async_op=is_async
                     )
                 )
-        dist.barrier(group)
         [row] = compression.call_measures(group)
         return row.calls, row.bits, row.raw_bytes, row.sent_bytes, rounded(row.error), row.compared
 
@@ -482,6 +477,32 @@ def test_reproducible_sums_are_alike_on_both_devices(rank, world, order):
 
     check_alike(program)
     check_no_faults(module, models=1)
+
+
+@on_ranks(2, fresh=True, init=False)
+@pytest.mark.parametrize("collective", ["all_reduce", "reduce_scatter"])
+def test_the_figures_of_a_call_are_there_when_a_wait_for_it_returns(rank, world, collective):
+    """They came when the call was through. So a decision during training depended on how far the device was behind."""
+    module = start(rank, "late")
+    store = dist.distributed_c10d._get_default_store()
+    tensor, part = contributions(rank, "standin", 300_000 * world), torch.empty(300_000, device="standin")
+    named = {"compression": Compression("maxmin:2", audit=2), "async_op": True}
+    if rank == 1:
+        store.wait(["frozen"])
+    if collective == "all_reduce":
+        work = compression.all_reduce_quantized(tensor, **named)
+    else:
+        work = compression.reduce_scatter_quantized(part, tensor, **named)
+    if rank == 0:
+        # The contribution has been copied, and from now on the device does nothing by itself.
+        time.sleep(0.2)
+        module.freeze(True)
+        store.set("frozen", "")
+    work.wait()
+    is_through = work.is_completed()
+    [row] = compression.call_measures()
+    module.freeze(False)
+    assert row.compared > 0 and row.error > 0 and (rank == 1 or not is_through)
 
 
 @on_ranks(2, 3, fresh=True, init=False)
