@@ -650,7 +650,6 @@ def test_scripts_of_torch_cgx_train_alike_on_both_devices(rank, world, order):
         plain = contributions(rank, device)
         dist.all_reduce(plain)
         without_hook = train(made(device), rank, device, range(2))
-        model = made(device)
         # Registered layers cut a call into several tensors.
         sizes = [parameter.numel() for parameter in Net().parameters()]
         for layer, numel in enumerate(sizes[:2]):
@@ -660,6 +659,8 @@ def test_scripts_of_torch_cgx_train_alike_on_both_devices(rank, world, order):
         work.get_future().wait()
         cut += 1
         cgx.reset()
+        # As in the README of torch_cgx, where the second argument names the rank's GPU.
+        model = made(device, device_ids=None if device == "cpu" else [0])
         state = cgx.CGXState(None, layer_min_size=64, compression_params={"bits": 2, "bucket_size": 64})
         model.register_comm_hook(state, cgx.cgx_hook)
         parameters = train(model, rank, device, range(3))
