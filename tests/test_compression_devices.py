@@ -1,4 +1,7 @@
-"""Gradients on a device other than the CPU, which another backend would reduce uncompressed, are refused by name."""
+"""Gradients on a device that another backend would reduce uncompressed are refused by name.
+
+`test_compression_on_devices.py` has the devices that accl serves.
+"""
 
 import types
 
@@ -9,7 +12,7 @@ from support import gloo_group, on_ranks
 from support.training import Model
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch_accl import compression
@@ -17,7 +20,7 @@ from torch_accl.compat import cgx
 from torch_accl.compression import Compression
 
 # Error message on a machine with such a device. A fake tensor has all of the device but the memory.
-REFUSAL = r"on cuda:0, which the group reduces with gloo, uncompressed; train on the CPU, or omit"
+REFUSAL = r"on cuda:0, which the group reduces with gloo, uncompressed; move them, omit compression, or create"
 
 
 def elsewhere(*shape):
@@ -57,7 +60,7 @@ def test_a_model_on_another_device_is_refused_where_the_state_is_made(rank, worl
         model = nn.Linear(64, 64, device="cuda")
     with pytest.raises(RuntimeError, match=REFUSAL):
         compression.CompressionState(Compression("maxmin:4"), model, mixed_group())
-    with pytest.raises(RuntimeError, match="on cuda:0, which the group has no backend for"):
+    with pytest.raises(RuntimeError, match="on cuda:0, which the group has no backend for; move them"):
         compression.CompressionState(Compression("maxmin:4"), model, dist.new_group(backend="cpu:accl"))
     compression.CompressionState(Compression("maxmin:4"), nn.Linear(64, 64, device="meta"))
 
@@ -82,13 +85,13 @@ def test_rows_of_fsdp2_on_another_device_are_refused(rank, world):
 
 @on_ranks(2, fresh=True)
 def test_a_model_that_is_sharded_over_other_devices_is_refused_by_apply_fsdp2(rank, world):
-    model = fully_shard(Model(), mesh=init_device_mesh("cpu", (world,)))
+    model = fully_shard(Model(), mesh=DeviceMesh.from_group(mixed_group(), "cpu"))
     state = compression.CompressionState(Compression("maxmin:4"), model)
     # With parameters offloaded to the CPU, only their mesh shows where gradients are reduced.
     mesh = next(model.parameters()).device_mesh
     mesh._device_type = "cuda"
     try:
-        with pytest.raises(RuntimeError, match="on cuda, which the group reduces with accl, uncompressed"):
+        with pytest.raises(RuntimeError, match="on cuda, which the group reduces with gloo, uncompressed"):
             compression.apply_fsdp2(model, state)
     finally:
         mesh._device_type = "cpu"

@@ -201,7 +201,7 @@ def test_auto_takes_what_is_fastest_within_the_budget_and_stays_with_it(rank, wo
     }
     measured = []
 
-    def measure(codecs, size, dtype, group):
+    def measure(codecs, size, dtype, group, device):
         measured.append(list(codecs))
         return {codec: times[codec] for codec in codecs}
 
@@ -270,7 +270,7 @@ def test_auto_chooses_for_small_and_for_large_calls_by_their_own_times(rank, wor
     # A codec that packs bits pays off where bytes dominate the time, and not where latency does.
     asked = []
 
-    def measure(codecs, size, dtype, group):
+    def measure(codecs, size, dtype, group, device):
         asked.append(size)
         return {codec: 2.0 if (codec == "raw") == (size > 1 << 14) else 1.0 for codec in codecs}
 

@@ -111,9 +111,11 @@ def test_parameters_on_another_device_are_refused_when_the_state_is_made(rank, w
         net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8, device="cuda"))
     with pytest.raises(
         RuntimeError,
-        match=r"gradients on the CPU, but these are on cuda:0, which the group reduces with accl, uncompressed",
+        match=r"tensors that accl reduces, but these are on cuda:0, which the group reduces with gloo, uncompressed",
     ):
-        compression.CompressionState(Compression(), net)
+        compression.CompressionState(Compression(), net, gloo_group("cpu:accl,cuda:gloo"))
+    # accl serves all devices of the default group.
+    compression.CompressionState(Compression(), net)
     # A parameter without memory may still get its memory on the CPU.
     compression.CompressionState(Compression(), nn.Linear(8, 8, device="meta"))
 

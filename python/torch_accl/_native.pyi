@@ -326,8 +326,8 @@ class ErrorStats:
 class Encoding:
     """Encoding of calls: codecs, seed, step, residuals and statistics.
 
-    `residuals` are two lists of addresses of float32 arrays, one value per tensor element; 0 means no array. The engine reads
-    and writes the arrays until a call completes. The first list is for contributions: each tensor of each block, block
+    `residuals` are two lists of addresses of float32 arrays in host memory, one value per tensor element; 0 means no array. The
+    engine reads and writes the arrays until a call completes or, on an accelerator, until a wait for it returns. The first list is for contributions: each tensor of each block, block
     by block. The second is for sums: one array per tensor. With `stats` the call is measured, and about one element in
     `one_in` is compared with the exact sum (0: none).
     """

@@ -35,6 +35,8 @@ __all__ = [
     "make_whole_job_with",
     "options_of",
     "register",
+    "register_name",
+    "serve_devices",
     "settle_cgx",
 ]
 
@@ -65,7 +67,7 @@ _knows_of_cgx: list[bool] = []
 
 
 class _Devices(list[str]):
-    """Device types of a group whose `backend` argument names none: the given types that can exist here, and the type
+    """Device types of a group whose `backend` argument is a name alone: the given types that can exist here, and the type
     that a package adds to torch.
 
     Types are looked up when a group is created. A package may be imported later, and looking for drivers at import would
@@ -82,8 +84,7 @@ class _Devices(list[str]):
 
     def _added(self) -> list[str]:
         name = torch._C._get_privateuse1_backend_name()
-        is_registered = NAME.upper() in dist.Backend._plugins
-        return [name] if is_registered and hasattr(torch, name) and not super().__contains__(name) else []
+        return [name] if hasattr(torch, name) and not super().__contains__(name) else []
 
 
 @cache
@@ -110,11 +111,22 @@ def _is_there(library: str) -> bool:
 
 def register() -> None:
     """Registers the backend with torch.distributed. May be called repeatedly. It is also the entry point of torch's plug-ins."""
+    register_name(NAME, create_backend)
+
+
+def register_name(name: str, create: Callable[[Any, Any], Backend | dist.ProcessGroup]) -> None:
+    """Registers a backend for tensors of the CPU and of all accelerators, unless its name is registered."""
     devices = ["cpu", "cuda", "xpu"]
-    if NAME.upper() not in dist.Backend._plugins:
-        # Without the type that a package adds: accl would become the type's default backend.
-        dist.Backend.register_backend(NAME, create_backend, extended_api=True, devices=devices)
-    dist.Backend.backend_capability[NAME] = _Devices(devices)
+    if name.upper() not in dist.Backend._plugins:
+        # Without the type that a package adds: the backend would become the type's default.
+        dist.Backend.register_backend(name, create, extended_api=True, devices=devices)
+    dist.Backend.backend_capability[name] = _Devices(devices)
+
+
+def serve_devices(group: dist.ProcessGroup, backend: Backend, name: str) -> None:
+    """Makes a group that torch does not fill use this backend for tensors of all devices; `name` is the backend's."""
+    for device in dist.Backend.backend_capability[name]:
+        group._register_backend(torch.device(device), dist.ProcessGroup.BackendType.CUSTOM, backend)
 
 
 def create_backend(group: Any, pg_options: _native.BackendOptions | None) -> _native.Backend:

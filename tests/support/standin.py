@@ -69,6 +69,8 @@ def register(order: str = "early", seed: int = 1) -> Any:
         "set_device": torch.accelerator.set_device_index,
         "current_stream": torch.accelerator.current_stream,
         "synchronize": torch.accelerator.synchronize,
+        "stream": lambda stream: stream,
+        "device": lambda device: torch.accelerator.device_index(torch.device(device).index),
         "Stream": torch.Stream,
         "Event": torch.Event,
     }.items():

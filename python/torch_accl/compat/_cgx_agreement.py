@@ -1,6 +1,7 @@
 """Checks that all ranks have the same settings, and reports them as given: a variable and its value, or an argument.
 
-Works on a group that is being created. torch does not know such a group yet, so this module calls the group's methods.
+Works on a group that is being created. torch does not know such a group yet, so this module calls its backend of accl.
+That takes host memory, whichever devices it serves in the group.
 """
 
 from __future__ import annotations
@@ -8,12 +9,12 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from ..compression.extension import exact
+from ..compression.extension import accl_backend, exact
 
 __all__ = ["Said", "check_same"]
 
@@ -44,15 +45,17 @@ def check_same(settings: Mapping[str, Said], group: dist.ProcessGroup) -> None:
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp.MAX
     options.asyncOp = True
+    # torch's stub of a backend lacks its collectives.
+    backend: Any = accl_backend(group)
     with exact():
-        group.allreduce([most], options).wait()
+        backend.allreduce([most], options).wait()
     if most[0] == -most[1]:
         return
     mine = torch.zeros(int(most[2]), dtype=torch.uint8, device="cpu")
     mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     rows = [torch.empty_like(mine) for _ in range(group.size())]
     with exact():
-        group.allgather([rows], [mine]).wait()
+        backend.allgather([rows], [mine]).wait()
     ranks = [
         {name: Said(*said) for name, said in json.loads(bytes(row.tolist()).rstrip(b"\0")).items()} for row in rows
     ]

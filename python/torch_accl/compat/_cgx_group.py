@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import Store, Work
 
 from .. import _native
 from .._gate import minor_of
-from .._register import connect, options_of, settle_cgx
+from .._register import connect, options_of, serve_devices, settle_cgx
 from ..compression import CompressionState
 from ..compression.extension import (
     FLOATS,
@@ -51,12 +51,15 @@ from ._cgx_variables import (
 
 __all__ = [
     "LEAST_ELEMENTS",
+    "NAME",
     "CGXProcessGroup",
     "coded",
     "create_group",
     "is_exact",
     "registry",
 ]
+
+NAME = "cgx"
 
 # CGX sent all_reduces of fewer elements uncompressed, whatever was registered.
 LEAST_ELEMENTS = 16
@@ -124,7 +127,7 @@ class CGXProcessGroup(dist.ProcessGroup):
             super().__init__(group.group_rank, group.group_size)
         self._store: Store = group.store
         self._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
-        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, backend)
+        serve_devices(self, backend, NAME)
         self.settings = settings
         self._warned: set[str] = set()
         # Ranks compare their settings first, because the exchange that follows depends on them.
@@ -181,7 +184,7 @@ class CGXProcessGroup(dist.ProcessGroup):
         if self.is_exact or self.size() == 1 or len(tensors) != 1 or not (op is None or op == dist.ReduceOp.SUM):
             return None
         tensor = tensors[0]
-        if tensor.dtype not in FLOATS or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+        if tensor.dtype not in FLOATS or tensor.layout is not torch.strided:
             return None
         if _may_be_complex(tensor) or tensor.numel() < LEAST_ELEMENTS or has_override() or CompressionState.is_any_made:
             return None
@@ -224,12 +227,15 @@ class CGXProcessGroup(dist.ProcessGroup):
 
 def _is_on_one_host(group: dist.ProcessGroup) -> bool:
     """Returns whether all ranks of a group share a host. Collective."""
-    said = accl_backend(group).options.settings.get("host_id") or os.environ.get("ACCL_HOST_ID")
+    # torch's stub of a backend lacks its collectives.
+    backend: Any = accl_backend(group)
+    said = backend.options.settings.get("host_id") or os.environ.get("ACCL_HOST_ID")
     name = said or _native.host_facts()["host_id"]
     hashed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7])
     mine = torch.tensor([hashed], dtype=torch.int64, device="cpu")
     hosts = [torch.empty_like(mine) for _ in range(group.size())]
-    group.allgather([hosts], [mine]).wait()
+    # The group may serve the CPU with another backend, or not at all.
+    backend.allgather([hosts], [mine]).wait()
     return len({int(host) for host in hosts}) == 1
 
 

@@ -30,7 +30,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, overload
 
-import torch
 import torch.distributed as dist
 
 from .. import _native
@@ -65,7 +64,7 @@ __all__ = [
     "set_remote_qp",
 ]
 
-# The backend of a group of accl, as `group._get_backend(torch.device("cpu"))` returns it.
+# The backend of a group of accl, as `group._get_backend(device)` returns it.
 ProcessGroupACCL = _native.Backend
 
 # The device that was created last, or no entry.
@@ -360,13 +359,13 @@ def _created(function: str) -> DeviceRequest:
 
 def _group_text() -> str | None:
     """Returns the text of the default group's device; None if the group is not accl's or has no device."""
-    # The default group may have no backend for the CPU.
-    try:
-        backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
-    except RuntimeError:
-        return None
-    text = backend.options.settings.get("device") if isinstance(backend, ProcessGroupACCL) else None
-    return None if text in (None, "", "none") else text
+    group = dist.distributed_c10d._get_default_group()
+    # Each device of the group may have another backend. All backends of accl in a group have the same options.
+    for backend in map(group._get_backend, group._device_types):
+        if isinstance(backend, ProcessGroupACCL):
+            text = backend.options.settings.get("device")
+            return None if text in (None, "", "none") else text
+    return None
 
 
 def _group(function: str) -> dist.ProcessGroup:

@@ -1,7 +1,7 @@
 """torch-ccl by its own name, on accl: `from torch_accl.compat import ccl` replaces `import oneccl_bindings_for_pytorch`
 or `import torch_ccl`.
 
-Importing registers the backend name `ccl` for CPU tensors. It also sets `PMI_RANK` and `PMI_SIZE` if they are unset and
+Importing registers the backend name `ccl` for tensors of the CPU and of accelerators. It also sets `PMI_RANK` and `PMI_SIZE` if they are unset and
 the launcher uses other names. Scripts copy them to `RANK` and `WORLD_SIZE`:
 
     from torch_accl.compat import ccl
@@ -31,7 +31,6 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store, _DistributedBackendOptions
 from torch.distributed.distributed_c10d import default_pg_timeout
@@ -39,7 +38,7 @@ from torch_accl_launch import LaunchError, detect_launcher
 
 from .. import _native
 from .._errors import InvalidArgumentError
-from .._register import connect, options_of
+from .._register import connect, options_of, register_name, serve_devices
 from ._ccl_variables import settings_of, without_effect
 
 __all__ = ["NAME", "ProcessGroupCCL"]
@@ -93,7 +92,7 @@ class ProcessGroupCCL(dist.ProcessGroup):
         size: the number of ranks.
         timeout: of a call; None is torch's default, 30 minutes.
 
-    Calls accept CPU tensors and return a `Work`; `shutdown()` ends the group.
+    Calls accept tensors of the CPU and of accelerators, and return a `Work`; `shutdown()` ends the group.
     """
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta | None = None) -> None:
@@ -106,9 +105,8 @@ class ProcessGroupCCL(dist.ProcessGroup):
         wanted.store, wanted.group_rank, wanted.group_size = store, rank, size
         wanted.timeout = default_pg_timeout if timeout is None else timeout
         wanted.group_id = NAME  # type: ignore[assignment]
-        kind = dist.ProcessGroup.BackendType.CUSTOM
-        self._register_backend(torch.device("cpu"), kind, _create_group(wanted, None))
-        self._set_default_backend(kind)
+        serve_devices(self, _create_group(wanted, None), NAME)
+        self._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
 
     # Each method calls torch's in a frame of its own name, by which torch recognises a call from the overriding method.
 
@@ -119,8 +117,8 @@ class ProcessGroupCCL(dist.ProcessGroup):
             return super().broadcast(*args, **kwargs)
 
     def allreduce_coalesced(self, *args: Any, **kwargs: Any) -> Any:
-        """See `ProcessGroup`. The call is complete when it returns, because scripts for torch-ccl read the tensors at
-        once."""
+        """See `ProcessGroup`. Results are there when it returns, for the current stream of an accelerator, because
+        scripts for torch-ccl read the tensors at once."""
         work = super().allreduce_coalesced(*args, **kwargs)
         # A blocking call has no work, and is complete already.
         if work is not None:
@@ -181,7 +179,6 @@ def _fill_pmi() -> None:
 
 
 _fill_pmi()
-if NAME.upper() not in dist.Backend._plugins:
-    dist.Backend.register_backend(NAME, _create_group, extended_api=True, devices=["cpu"])
+register_name(NAME, _create_group)
 # torch-ccl puts its class here.
 dist.ProcessGroupCCL = ProcessGroupCCL  # type: ignore[attr-defined]

@@ -4,7 +4,7 @@ Importing registers the backend name `cgx`. A group of that name is a group of a
 by SUM, of at least 16 elements of float32, float16 or bfloat16. CGX's variables are read at each call:
 `CGX_COMPRESSION_QUANTIZATION_BITS` (32 by default, uncompressed), `CGX_COMPRESSION_BUCKET_SIZE` (512) and
 `CGX_COMPRESSION_SKIP_INCOMPLETE_BUCKETS`. Rounding is to the nearest level, and a bucket's minimum and step have the
-tensor's type. Every rank ends with the same bits.
+tensor's type. Every rank ends with the same bits. Tensors may be on the CPU or on an accelerator.
 
     from torch_accl.compat import cgx as torch_cgx
 
@@ -35,11 +35,11 @@ from dataclasses import dataclass
 from typing import Unpack
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
+from .._register import register_name
 from ..compression import CompressionState
-from ._cgx_group import create_group
+from ._cgx_group import NAME, create_group
 from ._cgx_group import registry as _registry
 from ._cgx_hook import CGXState, cgx_hook
 from ._cgx_hook import states as _states
@@ -60,8 +60,6 @@ __all__ = [
     "set_quantization_bits",
     "set_quantization_bucket_size",
 ]
-
-NAME = "cgx"
 
 
 @dataclass(frozen=True)
@@ -168,5 +166,4 @@ def _only_state(bucket_idx: int, layer_idx: int) -> CGXState:
     raise ValueError(f"there is no layer {layer_idx} of bucket {bucket_idx}: {found}")
 
 
-if NAME.upper() not in dist.Backend._plugins:
-    dist.Backend.register_backend(NAME, create_group, extended_api=True, devices=["cpu"])
+register_name(NAME, create_group)

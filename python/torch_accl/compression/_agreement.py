@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ._scope import exact
+from ._scope import exact, host_all_reduce
 
 __all__ = ["Progress", "check_progress", "check_settings", "reduced"]
 
@@ -24,7 +24,7 @@ def reduced(
     """Returns the rows of all ranks, combined element by element with `op`: the same result on all ranks."""
     numbers = torch.tensor(rows, dtype=torch.float64, device="cpu")
     with exact():
-        dist.all_reduce(numbers, op, group)
+        host_all_reduce(numbers, op, group)
     return numbers.tolist()
 
 

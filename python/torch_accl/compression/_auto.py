@@ -19,7 +19,7 @@ import torch.distributed as dist
 from ._agreement import reduced
 from ._codecs import candidates, facts
 from ._plans import cut
-from ._scope import accl_backend, codecs_of, encoded, exact
+from ._scope import CPU, accl_backend, codecs_of, encoded, exact
 from ._settings import RAW, Compression, tensor_id
 
 __all__ = ["Choice", "choose"]
@@ -77,12 +77,14 @@ def choose(
     `times` holds nanoseconds per element by call size, type and codec; missing entries are measured and added. Parameters whose
     gradients are zeros or not finite get no choice yet, because their error is not known.
     """
-    dtype = next(iter(gradients.values())).dtype
+    first = next(iter(gradients.values()))
+    dtype = first.dtype
     candidates = [RAW, *_candidates(dtype, compression.error_budget, group)]
     size = timed_elements([gradient.nbytes for gradient in gradients.values()], dtype, compression.fusion_bytes)
     untimed = [codec for codec in candidates if (size, dtype, codec) not in times]
     if untimed:
-        times.update(((size, dtype, codec), nanos) for codec, nanos in _times(untimed, size, dtype, group).items())
+        found = _times(untimed, size, dtype, group, first.device)
+        times.update(((size, dtype, codec), nanos) for codec, nanos in found.items())
     known = {codec: times[size, dtype, codec] for codec in candidates}
     choices = {}
     measured = _errors(waiting, gradients, candidates, compression.fusion_bytes, group)
@@ -122,22 +124,35 @@ def timed_elements(sizes: Sequence[int], dtype: torch.dtype, most_bytes: int | N
     return min(_TIMED, key=lambda elements: abs(math.log2(elements) - math.log2(max(largest, 1))))
 
 
-def _times(codecs: Sequence[str], size: int, dtype: torch.dtype, group: dist.ProcessGroup) -> dict[str, float]:
-    """Returns nanoseconds per element of a call on `size` elements, by codec. Codecs take turns; medians are compared."""
+def _times(
+    codecs: Sequence[str], size: int, dtype: torch.dtype, group: dist.ProcessGroup, device: torch.device = CPU
+) -> dict[str, float]:
+    """Returns nanoseconds per element of a call on `size` elements, by codec. Codecs take turns; medians are compared.
+
+    A call on an accelerator takes until its results are there.
+    """
     drawn = torch.Generator().manual_seed(1)
-    numbers = torch.randn(size, generator=drawn, dtype=torch.float32, device="cpu").to(dtype)
+    numbers = torch.randn(size, generator=drawn, dtype=torch.float32, device="cpu").to(device, dtype)
     seconds: dict[str, list[float]] = {codec: [] for codec in codecs}
     for turn in range((_ROUNDS if size > _SMALL else _ROUNDS_OF_SMALL) + 1):
         for codec in codecs:
             tensor = numbers.clone()
             with exact():
                 dist.barrier(group)
+            _await_stream(device)
             begin = time.perf_counter()
             _add([tensor], [codec], [0], turn, group)
+            _await_stream(device)
             if turn > 0:
                 seconds[codec].append(time.perf_counter() - begin)
     [medians] = reduced([[statistics.median(taken) for taken in seconds.values()]], group, dist.ReduceOp.MAX)
     return {codec: 1e9 * median / size for codec, median in zip(codecs, medians, strict=True)}
+
+
+def _await_stream(device: torch.device) -> None:
+    """Waits until an accelerator has done what is enqueued in its current stream."""
+    if device.type != "cpu":
+        torch.accelerator.current_stream(device).synchronize()
 
 
 def _errors(
@@ -156,7 +171,9 @@ def _errors(
         sums = [gradient.detach().clone() for gradient in gradients.values()]
         _add(sums, [codec if name in waiting else RAW for name in gradients], ids, 0, group, most_bytes)
         for row, found, wanted in zip(rows, sums, exact_sums, strict=True):
-            error = (found.double() - wanted.double()).square().sum() / wanted.double().square().sum()
+            # In host memory, because devices may sum in another order, or have no float64.
+            total, whole = found.cpu().double(), wanted.cpu().double()
+            error = (total - whole).square().sum() / whole.square().sum()
             row.append(error.nan_to_num(nan=math.inf).item())
     return reduced(rows, group, dist.ReduceOp.MAX)
 

@@ -47,10 +47,11 @@ def all_reduce_quantized(
     """Works like `torch.distributed.all_reduce`, with compressed messages; all ranks end with the same bits.
 
     Args:
-        tensor: float32, float16 or bfloat16 on the CPU, of any shape; it is overwritten with the result. The call is exact for
-            other types, for sparse tensors, for an `op` other than SUM, AVG and PREMUL_SUM, and with one rank.
+        tensor: float32, float16 or bfloat16, of any shape, on a device that accl serves in this group; it is overwritten with the
+            result. The call is exact for other types, for sparse tensors, for an `op` other than SUM, AVG and PREMUL_SUM, and with
+            one rank.
         op: how contributions are combined.
-        group: None is the default group; its backend must be accl.
+        group: None is the default group; its backend for the tensor's device must be accl.
         async_op: return a Work at once instead of waiting.
         compression: a codec such as `"maxmin:4"`, or a `Compression`, of which codec, reduce, result, intra_node, seed and audit are used. A
             codec alone has no audit. All ranks must give the same. None takes the codec of the group's `Options`, else of
@@ -65,8 +66,8 @@ def all_reduce_quantized(
         A Work with `async_op`, else None.
 
     Raises:
-        ValueError: an unknown codec or `"auto"`, an invalid key or step, or a tensor that is not on the CPU.
-        RuntimeError: the group has another backend, or the call is inside torch's coalescing manager, whose block it then ends.
+        ValueError: an unknown codec or `"auto"`, or an invalid key or step.
+        RuntimeError: the group has another backend for the tensor's device, or the call is inside torch's coalescing manager, whose block it then ends.
             Also whatever `all_reduce` raises.
     """
     with _scope("all_reduce", tensor, lambda _: (tensor.numel(),), group, compression, key, step, op):
@@ -146,13 +147,11 @@ def checked_group(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> dist
     """Returns the group of a call on the tensor.
 
     Raises:
-        ValueError: the tensor is not on the CPU.
-        RuntimeError: the group's backend is not accl, or the call is inside torch's coalescing manager.
+        RuntimeError: the group reduces tensors on this device with another backend than accl, or has none for the device; or the
+            call is inside torch's coalescing manager.
     """
     refuse_coalescing(group)
-    if tensor.device.type != "cpu":
-        raise ValueError(f"only tensors on the CPU are supported, got a tensor on {tensor.device}")
-    return accl_group(group)
+    return accl_group(group, tensor.device)
 
 
 def refuse_coalescing(group: dist.ProcessGroup | None) -> None:
@@ -168,9 +167,10 @@ def refuse_coalescing(group: dist.ProcessGroup | None) -> None:
     if found not in _world.pg_coalesce_state:
         return
     del _world.pg_coalesce_state[found]
-    # With a device, the group itself collects works as well. `_end_coalescing` raises if it has no open block.
-    with contextlib.suppress(RuntimeError, ValueError):
-        found._end_coalescing(torch.device("cpu"))
+    # With a device, a backend of the group collects works as well. `_end_coalescing` raises if it has no open block.
+    for device in found._device_types:
+        with contextlib.suppress(RuntimeError, ValueError):
+            found._end_coalescing(device)
     raise RuntimeError(
         "torch's coalescing manager issues its calls at the end of its block, with one codec for all; issue this call "
         "outside. The block ends here"
@@ -200,9 +200,9 @@ def _scope(
     if step is not None and (type(step) is not int or not 0 <= step < 1 << 64):
         raise ValueError(f"step is {step!r}; expected an integer from 0 to 2^64 - 1")
     if compression is None:
-        compression = codec_of_group(found) or default_codec()
+        compression = codec_of_group(found, tensor.device) or default_codec()
     if isinstance(compression, Compression):
-        settings, is_audited = compression.of_group(codec_of_group(found)), True
+        settings, is_audited = compression.of_group(codec_of_group(found, tensor.device)), True
     else:
         settings, is_audited = _settings(compression), False
     if settings.codec == AUTO:

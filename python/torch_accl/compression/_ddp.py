@@ -11,7 +11,7 @@ from torch._compile import _disable_dynamo
 from ._buckets import gradients_of
 from ._futures import future_of
 from ._plans import Part
-from ._scope import check_device, exact
+from ._scope import exact
 from ._state import CompressionState
 
 __all__ = ["ddp_hook"]
@@ -31,13 +31,14 @@ def ddp_hook(state: CompressionState, bucket: GradBucket) -> torch.futures.Futur
         A future of the bucket's buffer, which is overwritten with the averages.
 
     Raises:
-        RuntimeError: a parameter was added to the model after the state was created; gradients are not on the CPU; or they do not
-            cover the whole bucket. Also if settings of ranks differ, or the states that they loaded do not fit together.
+        RuntimeError: a parameter was added to the model after the state was created; gradients are on a device whose tensors the
+            group reduces with another backend than accl; or they do not cover the whole bucket. Also if settings of ranks differ,
+            or the states that they loaded do not fit together.
     """
     if isinstance(bucket, tuple):
         return _mean_of_one(state, *bucket)
     buffer = bucket.buffer()
-    check_device(buffer.device, state.process_group)
+    state.check_device(buffer.device)
     if bucket.is_last():
         step, state.step = state.step, state.step + 1
     else:
@@ -55,7 +56,7 @@ def ddp_hook(state: CompressionState, bucket: GradBucket) -> torch.futures.Futur
         tensors = gradients[part.tensors] if is_encoded else [memory[part.elements]]
         return state.process_group.allreduce_coalesced(tensors, options)
 
-    return future_of(state.send(plan, step, call), lambda: buffer)
+    return future_of(state.send(plan, step, call), lambda: buffer, buffer.device)
 
 
 # The compiler traces the backward pass and its hooks into one graph, and cannot trace calls of the native module.
@@ -64,7 +65,7 @@ def _mean_of_one(
     state: CompressionState, gradient: torch.Tensor, parameter: torch.Tensor
 ) -> torch.futures.Future[torch.Tensor]:
     """Averages one gradient in place. It waits for the calls itself, because the Python reducer does not wait for the future."""
-    check_device(gradient.device, state.process_group)
+    state.check_device(gradient.device)
     step = state.next_call(state.name_of(parameter))
     if gradient.is_sparse:
         gradient.copy_(_mean_of_sparse(state, gradient).wait())
@@ -81,7 +82,7 @@ def _mean_of_one(
         )
     for work in works:
         work.wait()
-    return future_of([], lambda: gradient)
+    return future_of([], lambda: gradient, gradient.device)
 
 
 def _mean_of_sparse(state: CompressionState, gradient: torch.Tensor) -> torch.futures.Future[torch.Tensor]:

@@ -29,9 +29,18 @@ def is_zero(gradient: torch.Tensor) -> bool:
     return not bool(row[..., :_FIRST].any() if row.dim() else row) and not bool(gradient.any())
 
 
+def _zeros_among(gradients: Sequence[torch.Tensor]) -> set[int]:
+    """Returns the indices of gradients that are all zeros."""
+    if not gradients or gradients[0].is_cpu:
+        return {place for place, gradient in enumerate(gradients) if is_zero(gradient)}
+    # One question for all, because each holds the host until the device has computed these gradients.
+    are_used = torch.stack([gradient.any() for gradient in gradients]).tolist()
+    return {place for place, is_used in enumerate(are_used) if not is_used}
+
+
 def of_used(addresses: Addresses, gradients: Sequence[torch.Tensor]) -> Addresses:
     """Returns a call's residual addresses, with 0 for contributions that are all zeros."""
-    unused = {place for place, gradient in enumerate(gradients) if is_zero(gradient)}
+    unused = _zeros_among(gradients)
     if not unused:
         return addresses
     contributions, sums = addresses
@@ -68,4 +77,5 @@ def flush_residuals(
             residuals.setdefault(name, torch.zeros_like(of_sum)).add_(of_sum, alpha=divisor)
         # The residual is absent if another plan of the same gradient has sent it.
         if is_raw and name in residuals:
-            gradient.detach().add_(residuals.pop(name).view(gradient.shape), alpha=1 / factor)
+            residual = residuals.pop(name).view(gradient.shape).to(gradient.device)
+            gradient.detach().add_(residual, alpha=1 / factor)

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from ._futures import WorkOfSeveral
 from ._plans import Part, Plan
-from ._scope import Op, accl_group, check_device
+from ._scope import Op, accl_group
 from ._state import REPLICAS, CompressionState
 from ._torch_names import Rows, asks_torch_function, parameter_groups, replicas_of
 
@@ -41,8 +41,9 @@ def apply_fsdp2(model: nn.Module, state: CompressionState) -> None:
     has separate rows in `CompressionState.measures`.
 
     Raises:
-        RuntimeError: nothing in the model is sharded or replicated by FSDP2; a module has several meshes; a module has a group of
-            another backend than accl or a device other than the CPU; or this torch lacks a needed name, which the message states.
+        RuntimeError: nothing in the model is sharded or replicated by FSDP2; a module has several meshes; a module's group reduces
+            gradients on the mesh's device with another backend than accl; or this torch lacks a needed name, which the message
+            states.
     """
     try:
         from torch.distributed.fsdp import FSDPModule
@@ -71,19 +72,18 @@ def apply_fsdp2(model: nn.Module, state: CompressionState) -> None:
 def _check_groups(name: str, module: nn.Module, group: Any) -> None:
     """Refuses a module whose gradients would be sent uncompressed."""
     replicas = replicas_of(group)
+    # The meshes are checked, not the parameters: offloaded parameters are on another device than their reduced gradients.
+    meshes = list({each.device_mesh: None for each in module.parameters() if isinstance(each, DTensor)})
     if replicas is not None:
-        accl_group(replicas)
+        accl_group(replicas, torch.device(meshes[0].device_type) if meshes else None)
         if not asks_torch_function():
             raise RuntimeError(
                 f"apply_fsdp2: gradients of module {name!r} cannot be compressed between replicas, because all_reduce "
                 f"of torch {torch.__version__} does not call __torch_function__; use torch 2.13 to 2.15, or train "
                 "without apply_fsdp2"
             )
-    for parameter in module.parameters():
-        if isinstance(parameter, DTensor):
-            # The mesh is checked, not the parameter: offloaded parameters are on another device than their reduced gradients.
-            mesh = parameter.device_mesh
-            check_device(torch.device(mesh.device_type), mesh.get_group(0))
+    for mesh in meshes:
+        accl_group(mesh.get_group(0), torch.device(mesh.device_type))
 
 
 class _Reduction:
@@ -115,7 +115,7 @@ class _Reduction:
     ) -> dist.Work | None:
         """Runs the reduce_scatter. Each rank's row is split into the shards of the module's parameters, one tensor per shard."""
         output_tensor, input_tensor = _plain(output_tensor), _plain(input_tensor)
-        check_device(output_tensor.device, accl_group(group))
+        accl_group(group, output_tensor.device)
         parameters, shards = self._rows.last()
         check_row(shards, output_tensor.numel())
         step = self._state.next_call(self._module)
@@ -148,8 +148,7 @@ class _Reduction:
         async_op: bool = False,
     ) -> dist.Work | None:
         """Runs the all_reduce of this rank's shards between replicas, one tensor per shard."""
-        group = accl_group(group)
-        check_device(row.device, group)
+        group = accl_group(group, row.device)
         parameters, shards = self._rows.last()
         check_row(shards, row.numel())
         step = self._state.next_call(self._module + REPLICAS)

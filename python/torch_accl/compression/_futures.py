@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
@@ -18,13 +19,48 @@ Result = TypeVar("Result")
 _FOREVER = timedelta(0)
 
 
-def future_of(works: Sequence[Work], result: Callable[[], Result]) -> torch.futures.Future[Result]:
-    """Returns a future of `result`, complete when all works are. It fails with the first error, in the order of the works."""
+def future_of(
+    works: Sequence[Work], result: Callable[[], Result], device: torch.device | None = None
+) -> torch.futures.Future[Result]:
+    """Returns a future of `result`, complete when all works are. It fails with the first error, in the order of the works.
+
+    `device` has the tensors of the calls and of the result; None is the CPU. On an accelerator, a wait for the future makes the
+    current stream wait for all results, and `result` runs on a stream that does.
+    """
     if len(works) == 1:
         return works[0].get_future().then(lambda future: _checked([_error(future)], result))
+    if device is not None and device.type != "cpu":
+        return _future_on(device, [work.get_future() for work in works], result)
     # `collect_all` would complete at the first error, while other calls still write to their tensors. Errors are passed as values.
     ended = torch.futures.collect_all([work.get_future().then(_error) for work in works])
     return ended.then(lambda future: _checked((each.value() for each in future.value()), result))
+
+
+def _future_on(
+    device: torch.device, futures: Sequence[torch.futures.Future[Any]], result: Callable[[], Result]
+) -> torch.futures.Future[Result]:
+    """Returns the future of `future_of` for an accelerator. The future of `collect_all` has no devices, and so waits for no stream."""
+    joined: torch.futures.Future[Any] = torch.futures.Future(devices=[device])
+    if not futures:
+        joined.set_result(result())
+        return joined
+    left, refused = itertools.count(len(futures) - 1, -1), list[Exception]()
+
+    def ended(_: object) -> None:
+        # The interpreter counts in one step, so exactly one of several threads is the last.
+        if next(left):
+            return
+        try:
+            # The streams of this callback wait for the results of all calls.
+            joined.set_result([future.wait() for future in futures if _error(future) is None])
+        except Exception as error:
+            # A device that has failed takes no events; a thread that waits for the future must not wait for ever.
+            refused.append(error)
+            joined.set_result(None)
+
+    for future in futures:
+        future.add_done_callback(ended)
+    return joined.then(lambda _: _checked(itertools.chain(map(_error, futures), refused), result))
 
 
 class WorkOfSeveral(Work):
@@ -74,7 +110,13 @@ class WorkOfSeveral(Work):
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """Returns a future of the tensors, complete when all calls have completed."""
-        return future_of(self._works, lambda: self._tensors)
+        device = self._tensors[0].device if self._tensors else None
+        return future_of(self._works, lambda: self._tensors, device)
+
+    def block_current_stream(self) -> None:
+        """Blocks the current stream until all calls have completed, like `Work.block_current_stream` of each."""
+        for work in self._works:
+            work.block_current_stream()
 
     def result(self) -> list[torch.Tensor]:
         """Returns the tensors."""
@@ -99,7 +141,6 @@ for _name in [
     "_get_duration",
     "_get_op_type",
     "_get_sequence_number",
-    "block_current_stream",
 ]:
     if hasattr(Work, _name):
         setattr(WorkOfSeveral, _name, _of_last(_name))

@@ -11,11 +11,12 @@ import warnings
 from collections.abc import Mapping
 from typing import Any, Self
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ._scope import accl_group
+from ._scope import accl_group, devices_of, refuse_device
 
 __all__ = ["OfGroup", "group_of"]
 
@@ -33,6 +34,8 @@ class OfGroup:
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group: dist.ProcessGroup | None = accl_group(group)
+        # Types of devices whose tensors the group reduces with accl.
+        self._devices = devices_of(self._group)
         self._is_of_default_group = self._group is dist.group.WORLD
         self.world: int = self._group.size()
         self.rank: int = self._group.rank()
@@ -64,8 +67,19 @@ class OfGroup:
         if world != self.world:
             self._leave(self.world, world)
         self._group = found
+        self._devices = devices_of(found)
         self._is_of_default_group = found is dist.group.WORLD
         self.world, self.rank = world, rank
+
+    def check_device(self, device: torch.device) -> None:
+        """Checks that gradients on this device can be compressed.
+
+        Raises:
+            RuntimeError: they cannot, because the group reduces them with another backend or has none for the device.
+        """
+        group = self.process_group
+        if device.type not in self._devices:
+            refuse_device(device, group)
 
     def __getstate__(self) -> dict[str, Any]:
         warnings.warn(

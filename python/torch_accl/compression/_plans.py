@@ -26,7 +26,7 @@ class Part:
     # Range of the tensors' elements within one block.
     elements: slice
     codecs: _native.Codecs | None = None
-    # Addresses of residuals, with error feedback, and the tensors that own this memory.
+    # Addresses of residuals, with error feedback, and the tensors that own this host memory.
     addresses: Addresses | None = None
     residuals: tuple[torch.Tensor, ...] = ()
     stats: _native.ErrorStats | None = None

@@ -9,7 +9,8 @@ have the same sum with every algorithm, on any number of hosts, and with any ass
 This is the shared-scale sum of Mishchenko et al., IntSGD: Adaptive Floatless Compression of Stochastic Gradients, 2021, with a
 scale for each bucket, and with rounding to nearest instead of random rounding.
 
-torch does the arithmetic in float32. Going there: a quotient, rounded to nearest even. Going back: the unit (for means divided
+torch does the arithmetic in float32, in host memory: devices may divide by another rule. Gradients on an accelerator are
+copied there and back. Going there: a quotient, rounded to nearest even. Going back: the unit (for means divided
 by the number of ranks) times the integer, rounded; in float64 with 32 bits. A unit is at least 2^-100. Denormal numbers,
 which some processes flush to zero, therefore become 0 on all ranks.
 
@@ -27,7 +28,7 @@ from torch._compile import _disable_dynamo
 from ._buckets import gradients_of
 from ._calls import checked_group, refuse_coalescing
 from ._futures import future_of
-from ._scope import FLOATS, exact, takes_part
+from ._scope import FLOATS, exact, host_all_reduce, takes_part
 from ._work import WorkWithEnd
 
 __all__ = ["Reproducible", "all_reduce_reproducible", "reproducible_hook"]
@@ -92,9 +93,10 @@ def all_reduce_reproducible(
     2^-100. If a bucket has a NaN or an infinity on any rank, it becomes NaN on all. With one rank the call is exact.
 
     Args:
-        tensor: float32, float16, bfloat16 or complex64 on the CPU, of any shape; it is overwritten with the result.
+        tensor: float32, float16, bfloat16 or complex64, of any shape, on a device that accl serves in this group; it is overwritten
+            with the result.
         op: SUM or AVG.
-        group: None is the default group; its backend must be accl.
+        group: None is the default group; its backend for the tensor's device must be accl.
         async_op: return a Work once ranks have agreed on their units, instead of waiting for sums.
         bits: bits per element as sent, see `Reproducible`.
         bucket: as for `Reproducible`.
@@ -131,7 +133,7 @@ def reproducible_hook(state: Reproducible, bucket: GradBucket) -> torch.futures.
     """Averages a bucket of gradients reproducibly, for `DistributedDataParallel.register_comm_hook(Reproducible(), reproducible_hook)`.
 
     Each gradient starts a new bucket of `Reproducible`. Averages therefore do not depend on how DistributedDataParallel groups
-    gradients. Gradients are dense float32, float16, bfloat16 or complex64, on the CPU.
+    gradients. Gradients are dense float32, float16, bfloat16 or complex64.
 
     Returns:
         A future of the bucket's buffer, which is overwritten with the averages.
@@ -145,7 +147,7 @@ def reproducible_hook(state: Reproducible, bucket: GradBucket) -> torch.futures.
     buffer = bucket.buffer()
     group = checked_group(buffer, state.process_group)
     if group.size() == 1:
-        return future_of([], lambda: buffer)
+        return future_of([], lambda: buffer, buffer.device)
     # A sparse gradient has no memory other than the buffer.
     work = _Sum([buffer] if buffer.is_sparse else gradients_of(bucket)[1], True, group, state).start()
     return work.get_future().then(lambda future: _after(future, buffer))
@@ -158,7 +160,7 @@ def _mean_of_one(state: Reproducible, gradient: torch.Tensor) -> torch.futures.F
     group = checked_group(gradient, state.process_group)
     if group.size() > 1:
         _Sum([gradient], True, group, state).start().wait()
-    return future_of([], lambda: gradient)
+    return future_of([], lambda: gradient, gradient.device)
 
 
 def _after(future: torch.futures.Future[list[torch.Tensor]], buffer: torch.Tensor) -> torch.Tensor:
@@ -180,8 +182,8 @@ class _Sum:
                     f"{tensor.dtype} ({str(tensor.layout).removeprefix('torch.')})"
                 )
         self.tensors = list(tensors)
-        # `reshape` copies tensors that are not contiguous, and `_real` copies conjugate ones.
-        self.flat = [_real(tensor.detach()).reshape(-1) for tensor in tensors]
+        # `reshape` copies tensors that are not contiguous, `_real` copies conjugate tensors, and `cpu` tensors of accelerators.
+        self.flat = [_real(tensor.detach()).reshape(-1).cpu() for tensor in tensors]
         self.divisor = group.size() if is_mean else 1
         self.group = group
         self.settings = settings
@@ -204,7 +206,8 @@ class _Sum:
                 scaled.masked_fill_(~units.isfinite(), 0)
             self.levels[own].view_as(values).copy_(scaled)
         with exact():
-            work = dist.all_reduce(self.levels, dist.ReduceOp.SUM, self.group, async_op=True)
+            work = host_all_reduce(self.levels, dist.ReduceOp.SUM, self.group, async_op=True)
+        assert work is not None, "the call is asynchronous"
         return WorkWithEnd(work, self.tensors, self._end)
 
     def _units(self, buckets: int) -> torch.Tensor:
@@ -218,7 +221,7 @@ class _Sum:
         for values, here, _ in self._rows():
             torch.amax(self._room_of(values).copy_(values).abs_(), 1, out=greatest[here])
         with exact():
-            dist.all_reduce(agreed, dist.ReduceOp.MAX, self.group)
+            host_all_reduce(agreed, dist.ReduceOp.MAX, self.group)
         most = agreed[buckets:].tolist()
         if most != said:
             spread = [(name, -most[at + 1], most[at]) for name, at in (("bits", 0), ("bucket", 2))]

@@ -26,7 +26,7 @@ from ._of_group import OfGroup, group_of
 from ._optimizers import watch_for_adam
 from ._plans import Part, Plan, plan_of
 from ._saved import Saved
-from ._scope import FLOATS, Op, check_device, codec_of_group, encoded, exact
+from ._scope import FLOATS, Op, codec_of_group, encoded, exact
 from ._settings import AUTO, RAW, Codec, Compression, tensor_id
 
 __all__ = ["REPLICAS", "CompressionState", "Traffic", "names_of"]
@@ -61,7 +61,7 @@ class CompressionState(OfGroup):
         compression: what is compressed and how; the same on all ranks. None, or a `Compression` without a codec, takes the codec of
             the group's `Options`.
         model: the model, wrapped or not; its parameters must not change afterwards.
-        process_group: the group of the gradients; its backend must be accl. It may be left out if the model is wrapped in
+        process_group: the group of the gradients; its backend for their device must be accl. It may be left out if the model is wrapped in
             DistributedDataParallel, whose group is then taken. Otherwise None is the default group.
         scaler: a gradient scaler (`torch.amp.GradScaler`). Its scale is read once per step, and residuals are rescaled with it.
 
@@ -82,7 +82,7 @@ class CompressionState(OfGroup):
     Raises:
         TypeError: an argument has the wrong type.
         ValueError: `process_group` is not the group of the model, or parts of the model have different groups.
-        RuntimeError: there is no group, its backend is not accl, or a parameter is not on the CPU.
+        RuntimeError: there is no group, its backend is not accl, or it reduces tensors on a parameter's device with another one.
     """
 
     # Set by the first state. From then on, calls outside hooks are not taken for gradients (see `compat.cgx`).
@@ -117,11 +117,13 @@ class CompressionState(OfGroup):
         for parameter in self._parameters:
             # A parameter on meta has no memory yet.
             if not parameter.is_meta:
-                check_device(parameter.device, self.process_group)
+                self.check_device(parameter.device)
         self._plans: dict[tuple[object, ...], Plan] = {}
         # Figures of replaced plans, by name.
         self._past: dict[str, _Figures] = {}
         # Residuals in float32, of contributions and of sums. The key is the name; for shards between replicas name and `REPLICAS`.
+        # They are in host memory, wherever gradients are, because the engine's codecs read and write them there. No call does so
+        # any more once a thread has waited for it.
         self._residuals: dict[str, torch.Tensor] = {}
         self._residuals_of_sums: dict[str, torch.Tensor] = {}
         # FSDP2: number of calls of each module.
@@ -408,7 +410,8 @@ class CompressionState(OfGroup):
             if work is not None:
                 works.append(work)
                 if is_encoded and part.residuals:
-                    # The callback keeps the residuals alive until the call completes, even if the state is released meanwhile.
+                    # The callback keeps the residuals alive until the future completes, even if the state is released meanwhile.
+                    # On an accelerator only copies of results are left then, and those do not use residuals.
                     work.get_future().then(partial(_let_go, part.residuals))
         return works
 

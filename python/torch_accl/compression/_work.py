@@ -14,7 +14,10 @@ __all__ = ["WorkWithEnd"]
 
 
 class WorkWithEnd(WorkOfSeveral):
-    """A call that completes once `end` has run. `end` runs once, on the thread on which torch runs callbacks."""
+    """A call of host memory that completes once `end` has run. `end` runs once, on the thread on which torch runs callbacks.
+
+    `end` may copy to `tensors` on an accelerator, if it waits for these copies.
+    """
 
     def __init__(self, work: Work, tensors: list[torch.Tensor], end: Callable[[], None]) -> None:
         super().__init__([work], tensors)
@@ -35,6 +38,19 @@ class WorkWithEnd(WorkOfSeveral):
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """Returns a future that completes after `end`, like `Work.get_future`."""
         return self._done
+
+    def synchronize(self) -> None:
+        """Calls `Work.synchronize`. For tensors on an accelerator it waits, because the host runs `end`."""
+        super().synchronize()
+        if not all(tensor.is_cpu for tensor in self._tensors):
+            self.wait()
+
+    def block_current_stream(self) -> None:
+        """Calls `Work.block_current_stream`. For tensors on an accelerator it waits, because the host runs `end`."""
+        if all(tensor.is_cpu for tensor in self._tensors):
+            super().block_current_stream()
+        else:
+            self.wait()
 
     def result(self) -> list[torch.Tensor]:
         """Waits and returns the tensors, like `Work.result`."""

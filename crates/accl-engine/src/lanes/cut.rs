@@ -3,11 +3,12 @@
 //! Owns the definition of the parts: the first as its caller has it, the others over the same memory. [`super::join::Join`]
 //! tracks their completion. Read [`Cut::new`] first.
 
+use std::any::Any;
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
-use accl_executor::call::{CallDesc, Encoded, Encoding, Figures, Gather, Meeting, Mode, Wake};
+use accl_executor::call::{AllFigures, CallDesc, Encoded, Encoding, Figures, Gather, Meeting, Mode, Wake};
 use accl_executor::group::{Caller, Prepared};
 use accl_executor::plan::Shape;
 use accl_schedule::Part;
@@ -16,17 +17,26 @@ use accl_types::Result;
 use super::join::Join;
 use crate::sync::Mutex;
 
-/// Measurements of a call's parts except the first.
-#[derive(Debug, Default)]
-struct Gathered(Mutex<Figures>);
+/// Measurements of a call's parts, and the number of parts that have yet to add theirs.
+#[derive(Debug)]
+struct Gathered(Mutex<(AllFigures, u32)>);
+
+impl Gathered {
+    fn new(parts: u32) -> Self {
+        Self(Mutex::new((AllFigures::default(), parts)))
+    }
+}
 
 impl Gather for Gathered {
-    fn add(&self, figures: Figures) {
-        self.0.lock().add(figures);
+    fn keep_sample(&self, sample: Arc<dyn Any + Send + Sync>) {
+        self.0.lock().0.sample = Some(sample);
     }
 
-    fn take(&self) -> Figures {
-        std::mem::take(&mut self.0.lock())
+    fn add(&self, figures: Figures) -> Option<AllFigures> {
+        let (all, left) = &mut *self.0.lock();
+        all.figures.add(figures);
+        *left = left.saturating_sub(1);
+        (*left == 0).then(|| std::mem::take(all))
     }
 }
 
@@ -97,7 +107,7 @@ impl Cut {
         let join = Join::new(of - 1);
         let mut first = CallDesc { part: Part { index: 0, of }, joins: Some(join.clone()), ..desc.clone() };
         if let Encoded::As(Encoding { probe: Some(probe), .. }) = &mut first.encoding {
-            probe.gathered = Some(Arc::new(Gathered::default()));
+            probe.gathered = Some(Arc::new(Gathered::new(of)));
         }
         first.meeting = first.staging.is_some().then(|| Arc::new(PartsMeeting::new(of)) as Arc<dyn Meeting>);
         Some(Self { first, join, predicted_ps })

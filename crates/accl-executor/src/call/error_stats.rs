@@ -3,6 +3,7 @@
 //! This module owns the figures of a call and how they are passed on. `memory::error_probe` measures them. A
 //! [`Statistics`] that is passed in sums them over calls. Read [`Measured`] first.
 
+use std::any::Any;
 use std::fmt;
 use std::sync::Arc;
 
@@ -57,7 +58,7 @@ pub struct Probe {
     pub stats: Arc<dyn Statistics>,
     /// About one of `one_in` elements of a sum is compared with the exact result; 0 compares none.
     pub one_in: u64,
-    /// If the call is cut into parts: where the other parts leave their measurements for the first part.
+    /// If the call is cut into parts: where the parts leave their measurements for the last of them.
     pub gathered: Option<Arc<dyn Gather>>,
     /// Memory of the additional tensor. Every part of the call keeps it alive.
     pub(crate) rooms: Option<Arc<dyn Keeps>>,
@@ -99,9 +100,19 @@ impl Figures {
 
 /// Place where the parts of a call leave their measurements, each under the lock of its own lane.
 pub trait Gather: Send + Sync + fmt::Debug {
-    /// Adds the figures of a part that has completed.
-    fn add(&self, figures: Figures);
+    /// Keeps the sample of the call for the part that is the last to add its figures.
+    fn keep_sample(&self, sample: Arc<dyn Any + Send + Sync>);
 
-    /// Takes the sum of the figures added so far.
-    fn take(&self) -> Figures;
+    /// Adds the figures of a part whose results are final; each part does this once. Returns the figures of all parts to
+    /// the last of them, and `None` to the others.
+    fn add(&self, figures: Figures) -> Option<AllFigures>;
+}
+
+/// Measurements of all parts of a call.
+#[derive(Debug, Default)]
+pub struct AllFigures {
+    /// Sum of the figures of the parts.
+    pub figures: Figures,
+    /// The sample that the first part has passed to [`Gather::keep_sample`]; `None` if the call has none.
+    pub sample: Option<Arc<dyn Any + Send + Sync>>,
 }

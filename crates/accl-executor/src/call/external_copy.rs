@@ -5,7 +5,8 @@ use super::tensor::TensorDesc;
 /// A copy between a tensor and host memory. The task of the copy says in which direction.
 #[derive(Clone, Debug)]
 pub struct ExternalCopy {
-    /// Index of the tensor among the outputs of the call; for a copy-in of a call with inputs, among these.
+    /// Index of the tensor among the outputs of the call, as its caller has described it; for a copy-in of a call with
+    /// inputs, among these. The sample of a measured call is not counted.
     pub piece: u32,
     /// The tensor.
     pub tensor: TensorDesc,

@@ -15,7 +15,7 @@ mod waits;
 pub use desc::{CallDesc, Mode};
 pub use encoding::{Codecs, Encoded, Encoding, Residuals, TILE_ELEMS, TILE_HEADER_BYTES, TensorCodecs};
 pub(crate) use error_stats::Keeps;
-pub use error_stats::{Figures, Gather, Measured, Probe, Statistics};
+pub use error_stats::{AllFigures, Figures, Gather, Measured, Probe, Statistics};
 pub use external::{External, ExternalCollective, ExternalTask};
 pub use external_copy::ExternalCopy;
 pub(crate) use phases::Stopwatch;

@@ -286,7 +286,8 @@ impl Run {
         self.compute.buffers_mut().take_codes()
     }
 
-    /// Reports the measurements, and copies staged outputs back. This is the last access to the caller's memory.
+    /// Reports the measurements, unless `note_finals` has, and copies outputs that are not dense back. This is the last
+    /// access to the caller's memory.
     pub(crate) fn end(&mut self) {
         self.compute.end();
         self.compute.unpack();
@@ -851,11 +852,16 @@ impl Run {
             state.complete || state.progress.done() >= at
         });
         let is_last = self.finals.count as usize == staging.copy_out.len();
-        let ready = self.finals.count - u32::from(is_last && !self.awaits_copies_alone());
+        let holds_last = is_last && !self.awaits_copies_alone();
+        let ready = self.finals.count - u32::from(holds_last);
         // Tensors that share memory with contributions are written when all contributions have been copied in.
         let may_write = !self.compute.has_overlap() || self.copied_in == staging.all_in();
         if ready == self.ready_out || !may_write || self.ops[op as usize].complete || self.externals.has_failed() {
             return;
+        }
+        if is_last && !holds_last {
+            // A thread that continues when the last copy is enqueued finds the measurements of the call.
+            self.compute.end();
         }
         self.ready_out = ready;
         if self.externals.has_begun(op) {

@@ -84,7 +84,7 @@ impl Coder {
         }
     }
 
-    /// Reports the measurements when the call is done.
+    /// Reports the measurements when the results are final: see [`ErrorProbe::end`].
     pub(crate) fn end(&mut self, buffers: &Buffers) {
         if let Some(probe) = &mut self.probe {
             probe.end(buffers);

@@ -87,7 +87,7 @@ impl Compute {
         timed(self.watch(), check)
     }
 
-    /// Reports the measurements of an encoded call that is done.
+    /// Reports the measurements of an encoded call whose results are final, unless that was done.
     pub(crate) fn end(&mut self) {
         let Some(coder) = &mut self.coder else { return };
         timed(self.watch.as_deref(), || coder.end(&self.buffers));

@@ -151,18 +151,18 @@ impl Sample {
 /// Measurement of one call.
 pub(crate) struct ErrorProbe {
     stats: Arc<dyn Statistics>,
-    /// In a part of a call: the place where all parts leave their figures for the first one, and whether this is the
-    /// first part.
-    gathered: Option<(Arc<dyn Gather>, bool)>,
-    sample: Option<Sample>,
+    /// In a part of a call: the place where all parts leave their figures for the last one.
+    gathered: Option<Arc<dyn Gather>>,
+    sample: Option<Arc<Sample>>,
     /// Memory of the additional tensor, kept alive as long as this part may access it.
     rooms: Option<Arc<dyn Keeps>>,
     figures: Figures,
+    /// Whether the figures were reported, or left for another part.
+    has_ended: bool,
 }
 
 impl ErrorProbe {
-    /// Begins the measurement. `tensors` tensors of a block are the caller's. The first part of a call has the sample,
-    /// and completes after the other parts.
+    /// Begins the measurement. `tensors` tensors of a block are the caller's. The first part of a call has the sample.
     pub(crate) fn begin(
         probe: &Probe,
         sample: Option<Sample>,
@@ -173,10 +173,14 @@ impl ErrorProbe {
         if let Some(sample) = sample.as_ref().filter(|_| !buffers.are_staged()) {
             sample.take(buffers);
         }
+        let sample = sample.map(Arc::new);
+        let (stats, gathered, rooms) = (probe.stats.clone(), probe.gathered.clone(), probe.rooms.clone());
+        if let (Some(gathered), Some(sample)) = (&gathered, &sample) {
+            gathered.keep_sample(sample.clone());
+        }
         let rows = vec![Measured { calls: u64::from(is_first), ..Measured::default() }; tensors];
-        let gathered = probe.gathered.clone().map(|gathered| (gathered, is_first));
         let figures = Figures { rows, squares: vec![[0.0; 2]; tensors] };
-        Self { stats: probe.stats.clone(), gathered, sample, rooms: probe.rooms.clone(), figures }
+        Self { stats, gathered, sample, rooms, figures, has_ended: false }
     }
 
     /// Returns whether the call has a sample, which this part or another one fills.
@@ -206,15 +210,20 @@ impl ErrorProbe {
         }
     }
 
-    /// Reports the measurements when the call, or this part of it, is done.
+    /// Reports the measurements when the results of the call, or of this part of it, are final. Of several parts the
+    /// last reports: the results of all parts then lie in `buffers`. Later calls do nothing.
     pub(crate) fn end(&mut self, buffers: &Buffers) {
-        match &self.gathered {
-            Some((gathered, false)) => return gathered.add(std::mem::take(&mut self.figures)),
-            Some((gathered, true)) => self.figures.add(gathered.take()),
-            None => {}
+        if std::mem::replace(&mut self.has_ended, true) {
+            return;
+        }
+        let mut sample = self.sample.clone();
+        if let Some(gathered) = &self.gathered {
+            let Some(all) = gathered.add(std::mem::take(&mut self.figures)) else { return };
+            self.figures = all.figures;
+            sample = all.sample.and_then(|sample| sample.downcast::<Sample>().ok());
         }
         let Figures { rows, squares } = &mut self.figures;
-        if let Some(sample) = &self.sample {
+        if let Some(sample) = &sample {
             sample.compare(buffers, rows);
         }
         for (row, [lost, gradient]) in rows.iter_mut().zip(squares).filter(|(_, [_, gradient])| *gradient > 0.0) {

@@ -102,15 +102,18 @@ impl StagedMemory {
         host: impl Fn(Side, u32) -> *mut u8,
     ) -> Result<()> {
         let side_in = if desc.inputs.is_empty() { Side::Outputs } else { Side::Inputs };
+        let has_sample = desc.has_sample();
         let copy = |side: Side, Segment { piece, range }: &Segment| {
-            let tensor = match side {
-                Side::Inputs => desc.inputs.pieces(),
-                Side::Outputs => desc.outputs.pieces(),
+            let blocks = match side {
+                Side::Inputs => &desc.inputs,
+                Side::Outputs => &desc.outputs,
             };
-            let tensor = tensor[*piece as usize].clone();
+            let tensor = blocks.pieces()[*piece as usize].clone();
             let bytes = host(side, *piece).wrapping_add(range.start as usize);
             let host = TensorDesc::dense(bytes, Dtype::U8, Elems(range.end - range.start));
-            ExternalCopy { piece: *piece, at: range.start, host, tensor }
+            // The caller's call has no sample, which here is the last piece of each block.
+            let samples = if has_sample { blocks.ends().partition_point(|end| end <= piece) as u32 } else { 0 };
+            ExternalCopy { piece: *piece - samples, at: range.start, host, tensor }
         };
         let copy_in: Vec<_> = plan.copy_in.iter().map(|segment| copy(side_in, segment)).collect();
         let copy_out = plan.copy_out.iter().map(|segment| copy(Side::Outputs, segment)).collect();
