@@ -60,6 +60,7 @@ def register(order: str = "early", seed: int = 1) -> Any:
     torch.utils.rename_privateuse1_backend("standin")
     spec.loader.exec_module(module)
     facade = types.ModuleType("torch.standin")
+    generators = tuple(module.default_generator(number) for number in range(2))
     for name, value in {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
@@ -67,10 +68,15 @@ def register(order: str = "early", seed: int = 1) -> Any:
         "device_count": lambda: 2,
         "current_device": torch.accelerator.current_device_index,
         "set_device": torch.accelerator.set_device_index,
+        "device": lambda device: torch.accelerator.device_index(torch.device(device).index),
         "current_stream": torch.accelerator.current_stream,
         "synchronize": torch.accelerator.synchronize,
         "Stream": torch.Stream,
         "Event": torch.Event,
+        "default_generators": generators,
+        "manual_seed_all": lambda number: [generator.manual_seed(number) for generator in generators],
+        "get_rng_state": lambda device: generators[torch.device(device).index].get_state(),
+        "set_rng_state": lambda state, device: generators[torch.device(device).index].set_state(state),
     }.items():
         setattr(facade, name, value)
     torch._register_device_module("standin", facade)
