@@ -4,6 +4,7 @@ Operators of the stand-in run on the CPU, so results must have the bits that CPU
 all modes, and whatever the order of the device's streams.
 """
 
+import contextlib
 import copy
 import functools
 import math
@@ -17,6 +18,7 @@ from support import init_group, on_ranks, standin
 from support.nets import drawn, squared
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.nn.parallel import DistributedDataParallel
 from torch_accl import layer_parallel
 from torch_accl.compat import torchbraid
 from torch_accl.compat.torchbraid import MPI, mgopt
@@ -70,7 +72,10 @@ def begin(rank, backend=None):
     return device_module
 
 
-def same(module, rank, case, there="standin:0", orders=standin.ORDERS):
+FAULTS = ("pageable", "wrong_device", "after_free")
+
+
+def same(module, rank, case, there="standin:0", orders=standin.ORDERS, faults=FAULTS):
     """Runs a case with CPU tensors, and for each order of streams with tensors of the device. Compares the bits of all
     results, except for results that the case names `close`.
     """
@@ -90,7 +95,7 @@ def same(module, rank, case, there="standin:0", orders=standin.ORDERS):
             else:
                 assert found[name] == value, where
     counts = module.counts()
-    assert (counts["pageable"], counts["wrong_device"], counts["after_free"]) == (0, 0, 0)
+    assert all(counts[fault] == 0 for fault in faults), counts
 
 
 def leaves(value, name=""):
@@ -502,6 +507,21 @@ def test_recurrent_nets_have_the_bits_of_cpu_tensors(rank, world):
         same(module, rank, functools.partial(case, mode), orders=(standin.ORDERS[(number + world) % 3],))
 
 
+@on_ranks(4, fresh=True, init=False)
+def test_replicas_on_a_device_have_the_bits_of_cpu_tensors(rank, world):
+    def case(device):
+        net = built(device, group=layers_of, fwd=CYCLE, bwd=CYCLE)
+        wrapped = DistributedDataParallel(net, process_group=replicas, broadcast_buffers=False)
+        x, target = (each.to(device) for each in drawn(rank // 2, (8, 4), (8, 3)))
+        return [[layer_parallel.step(wrapped, x, target, squared), results(net, device)] for _ in range(2)]
+
+    module = begin(rank)
+    layers_of = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])][rank // 2]
+    replicas = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])][rank % 2]
+    # DistributedDataParallel itself copies from memory that is not pinned.
+    same(module, rank, case, orders=("random",), faults=FAULTS[1:])
+
+
 # ---- saving, scaling, other devices
 
 
@@ -609,6 +629,41 @@ def test_an_error_of_a_layer_on_a_device_is_raised_on_all_ranks(rank, world):
         with pytest.raises(LayerParallelError, match="rank 0 of the layers"):
             net.step(x.cpu(), target, squared)
         assert math.isfinite(net.step(x, target, squared))
+
+
+class Failing(Step):
+    """A layer whose backward pass fails once."""
+
+    fails = False
+
+    def forward(self, x):
+        made = super().forward(x)
+        if made.requires_grad:
+            made.register_hook(self.fail)
+        return made
+
+    @classmethod
+    def fail(cls, gradient):
+        if cls.fails:
+            cls.fails = False
+            raise ValueError("no gradient")
+        return gradient
+
+
+@on_ranks(2, fresh=True, init=False)
+def test_an_error_in_a_backward_pass_on_a_device_is_raised_on_all_ranks(rank, world):
+    begin(rank)
+    for failing in range(world):
+        net = LayerParallel([ode(lambda number: Failing()) for _ in range(8)], fwd=CYCLE, bwd=CYCLE).to("standin")
+        x = drawn(1, (8, WIDTH))[0].to("standin")
+        for fails in (True, False):
+            Failing.fails = fails and rank == failing
+            y = net(x)
+            # On the last rank, torch's thread of the device runs it.
+            caught = pytest.raises(LayerParallelError, match=rf"rank {failing} .*ValueError: no gradient")
+            with caught if fails else contextlib.nullcontext():
+                (y.square().sum() if net.is_last else y).backward()
+        assert all(parameter.grad is not None for parameter in net.parameters())
 
 
 @on_ranks(2, fresh=True, init=False)

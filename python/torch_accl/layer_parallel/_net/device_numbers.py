@@ -36,20 +36,19 @@ class _OfModule:
     """The default generator of a device whose package shows only the state of it."""
 
     def __init__(self, module: Any, device: torch.device) -> None:
-        # The package of MPS has one device, and takes none.
-        given = () if device.type == "mps" else (device,)
+        self._module = module
         self._device = device
-        self._get = functools.partial(module.get_rng_state, *given)
-        self._set = lambda state: module.set_rng_state(state, *given)
+        # The package of MPS has one device, and takes none.
+        self._given = () if device.type == "mps" else (device,)
 
     def manual_seed(self, seed: int, /) -> None:
         self.set_state(torch.Generator(self._device).manual_seed(seed).get_state())
 
     def get_state(self) -> Tensor:
-        return cast(Tensor, self._get())
+        return cast(Tensor, self._module.get_rng_state(*self._given))
 
     def set_state(self, state: Tensor, /) -> None:
-        self._set(state)
+        self._module.set_rng_state(state, *self._given)
 
 
 # The states of generators before the innermost `kept_numbers`, of the devices that were seeded inside. None outside.

@@ -347,9 +347,10 @@ def moved(state: Tensor, change: Tensor, scale: float) -> Tensor:
 def square_norm(tensor: Tensor) -> Tensor:
     """Returns the square of a tensor's 2-norm in float64, on its device."""
     if tensor.dtype in (torch.float64, torch.complex128):
-        return torch.linalg.vector_norm(tensor).square()
+        norm: Tensor = torch.linalg.vector_norm(tensor)
+        return norm.square()
     flat = torch.view_as_real(tensor).flatten() if tensor.is_complex() else tensor.flatten()
     whole = flat.numel() // _ROW * _ROW
-    rows = torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), dim=1).double().square().sum()
-    rest = torch.linalg.vector_norm(flat[whole:], dtype=torch.float64).square()
+    rows: Tensor = torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), dim=1).double().square().sum()
+    rest: Tensor = torch.linalg.vector_norm(flat[whole:], dtype=torch.float64).square()
     return rows + rest
