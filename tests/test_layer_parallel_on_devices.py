@@ -19,6 +19,7 @@ from support.nets import drawn, squared
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 from torch_accl import layer_parallel
 from torch_accl.compat import torchbraid
 from torch_accl.compat.torchbraid import MPI, mgopt
@@ -145,14 +146,15 @@ class Timed(Step):
 
 
 class Skip(nn.Module):
-    """A layer that is left out at random. The number is drawn on the CPU, wherever the state is."""
+    """A layer whose step has a random length. The number is drawn on the CPU, wherever the state is."""
 
     def __init__(self):
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x):
-        return x + torch.rand((), device="cpu").item() * torch.tanh(self.linear(x)) / 4
+        share = torch.rand((), device="cpu").item() if self.training else 0.5
+        return x + share * torch.tanh(self.linear(x)) / 4
 
 
 class Shifted(nn.Module):
@@ -308,6 +310,27 @@ def test_masks_are_the_same_while_other_threads_run(rank, world):
     finally:
         stop.set()
         thread.join()
+
+
+class Checkpointed(Step):
+    """A layer whose masks torch draws again in the backward pass."""
+
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+@on_ranks(2, fresh=True, init=False)
+def test_masks_inside_of_a_checkpoint_have_the_bits_of_cpu_tensors(rank, world):
+    def case(device):
+        with device:
+            net = LayerParallel([ode(lambda number: Checkpointed()) for _ in range(8)], fwd=CYCLE, bwd=CYCLE)
+        x, target = (each.to(device) for each in drawn(1, (8, WIDTH), (8, WIDTH)))
+        found = [net.step(x, target, squared), results(net, device)]
+        y = net(x)
+        (squared(y, target) if net.is_last else y).backward()
+        return found, results(net, device)
+
+    same(begin(rank), rank, case, there="standin:1", orders=("random",))
 
 
 @on_ranks(2, fresh=True, init=False)
@@ -553,6 +576,31 @@ def test_state_moves_between_the_cpu_and_a_device(rank, world):
 
 
 @on_ranks(2, fresh=True, init=False)
+def test_layers_that_come_from_another_rank_are_on_the_device_of_this_rank(rank, world):
+    begin(rank)
+    # Each rank uses a device of its own, as the ranks of a host do.
+    device = torch.device("standin", rank)
+    torch.accelerator.set_device_index(rank)
+    net = built(device, mode="exact-wave")
+    x, target = (each.to(device) for each in drawn(1, (8, 4), (8, 3)))
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
+    loss = net.step(x, target, squared)
+    optimizer.step()
+    y = net.eval()(x)
+    whole = net.to_serial()
+    assert {tensor.device for tensor in whole.state_dict().values()} == {device}
+    assert not net.is_last or torch.equal(whole(x), y)
+    net.train()
+    deeper, optimizer = refined(net, 2, optimizer, placement=(4, 14))
+    assert {tensor.device for tensor in deeper.state_dict().values()} == {device}
+    state = [each for of_parameter in optimizer.state.values() for each in of_parameter.values()]
+    # Adam counts its steps on the CPU.
+    assert {tensor.device for tensor in state if tensor.dim()} == {device}
+    assert math.isfinite(loss) and math.isfinite(deeper.step(x, target, squared))
+    optimizer.step()
+
+
+@on_ranks(2, fresh=True, init=False)
 def test_scaled_gradients_have_the_bits_of_cpu_tensors(rank, world):
     def case(device):
         net = built(device, mode="exact-wave")
@@ -601,6 +649,19 @@ def test_a_device_without_a_backend_is_refused_on_all_ranks(rank, world):
     x, target = (each.to("standin") for each in drawn(1, (8, 4), (8, 3)))
     with pytest.raises(LayerParallelError, match=r"states are on standin:0, but the group cpu:accl has no backend"):
         net.step(x, target, squared)
+
+
+@on_ranks(2, fresh=True, init=False)
+def test_ranks_with_and_without_autocast_of_their_device_are_refused(rank, world):
+    begin(rank)
+    net = LayerParallel([ode(lambda number: nn.Linear(4, 4)) for _ in range(4)], mode="exact-wave").to("standin")
+    x, target = (each.to("standin") for each in drawn(1, (8, 4), (8, 4)))
+    with (
+        torch.autocast("standin", torch.bfloat16, enabled=rank == 1),
+        pytest.raises(ValueError, match=r"differ in `autocast of others off` and `autocast of standin torch.bfloat16`"),
+    ):
+        net.step(x, target, squared)
+    net.step(x, target, squared)
 
 
 @on_ranks(2, fresh=True, init=False)
