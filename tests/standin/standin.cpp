@@ -25,6 +25,7 @@
 #include <vector>
 
 #include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/CachingHostAllocator.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
@@ -32,7 +33,9 @@
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <c10/util/ScopeExit.h>
 #include <pybind11/pybind11.h>
+#include <torch/csrc/Generator.h>
 #include <torch/csrc/distributed/c10d/cuda/StreamBlock.hpp>
 #include <torch/csrc/utils/device_lazy_init.h>
 #include <torch/library.h>
@@ -313,6 +316,33 @@ struct HostAllocator final : at::HostAllocator {
 };
 HostAllocator host_allocator;
 
+// --- random numbers ---
+
+// A generator of a device: the numbers of the CPU's generator with the same seed.
+struct Generator_ final : c10::GeneratorImpl {
+  explicit Generator_(c10::DeviceIndex device)
+      : GeneratorImpl({c10::kPrivateUse1, device}, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)) {}
+  void set_current_seed(uint64_t seed) override { host.set_current_seed(seed); }
+  void set_offset(uint64_t) override { TORCH_CHECK(false, "standin: generators have no offset"); }
+  uint64_t get_offset() const override { return 0; }
+  uint64_t current_seed() const override { return host.current_seed(); }
+  uint64_t seed() override { return host.unsafeGetGeneratorImpl()->seed(); }
+  void set_state(const c10::TensorImpl& state) override { host.unsafeGetGeneratorImpl()->set_state(state); }
+  c10::intrusive_ptr<c10::TensorImpl> get_state() const override { return host.unsafeGetGeneratorImpl()->get_state(); }
+  Generator_* clone_impl() const override {
+    auto* copy = new Generator_(device_.index());
+    copy->host = host.clone();
+    return copy;
+  }
+  at::Generator host = at::detail::createCPUGenerator();
+};
+
+const at::Generator& default_generator(int device) {
+  static const at::Generator all[kDevices] = {at::make_generator<Generator_>(c10::DeviceIndex{0}),
+                                              at::make_generator<Generator_>(c10::DeviceIndex{1})};
+  return all[device];
+}
+
 // --- torch's view of the device ---
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
@@ -444,6 +474,12 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     return Guard().exchangeDevice({c10::kPrivateUse1, device}).index();
   }
   c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex device) const override { return exchangeDevice(device); }
+  const at::Generator& getDefaultGenerator(c10::DeviceIndex device) const override {
+    return default_generator(device < 0 ? current_device : device);
+  }
+  at::Generator getNewGenerator(c10::DeviceIndex device) const override {
+    return at::make_generator<Generator_>(device < 0 ? getCurrentDevice() : device);
+  }
   bool isPinnedPtr(const void* memory) const override { return is_pinned(memory); }
   c10::Allocator* getPinnedMemoryAllocator() const override { return &host_allocator; }
   at::Device getDeviceFromPtr(void* seen) const override {
@@ -563,7 +599,51 @@ at::Tensor pin(const at::Tensor& self, std::optional<at::Device>) {
   return copy.copy_(self);
 }
 
-void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) { at::native::cpu_fallback(op, stack); }
+void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  if (!op.hasTag(at::Tag::nondeterministic_seeded)) return at::native::cpu_fallback(op, stack);
+  // The host computes, but draws are from the generator of the device.
+  const auto arguments = torch::jit::last(*stack, op.schema().arguments().size());
+  int device = current_device;
+  for (const auto& value : arguments) {
+    if (value.isTensor() && value.toTensor().device().is_privateuseone()) {
+      device = value.toTensor().device().index();
+      break;
+    }
+  }
+  const auto host_of = [](const at::Generator& generator) {
+    TORCH_CHECK(generator.device().is_privateuseone(), "standin: the generator is on ", generator.device());
+    return generator.get<Generator_>()->host;
+  };
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    if (op.schema().arguments()[i].name() != "generator") continue;
+    auto& value = stack->at(stack->size() - arguments.size() + i);
+    value = host_of(value.isNone() ? default_generator(device) : value.toGenerator());
+    return at::native::cpu_fallback(op, stack);
+  }
+  // Some operators take no generator.
+  at::Generator host = at::detail::getDefaultCPUGenerator(), own = host_of(default_generator(device));
+  const auto before = host.get_state();
+  host.set_state(own.get_state());
+  const auto restored = c10::make_scope_exit([&] {
+    own.set_state(host.get_state());
+    host.set_state(before);
+  });
+  at::native::cpu_fallback(op, stack);
+}
+
+// Changes its running statistics, which its schema does not say.
+void batch_norm(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const size_t first = stack->size() - op.schema().arguments().size() + 3;
+  std::vector<std::pair<at::Tensor, at::Tensor>> changed;
+  for (const size_t i : {first, first + 1}) {
+    if (!stack->at(i).isTensor()) continue;
+    const at::Tensor there = stack->at(i).toTensor(), here = there.cpu();
+    stack->at(i) = here;
+    changed.emplace_back(there, here);
+  }
+  at::native::cpu_fallback(op, stack);
+  for (const auto& [there, here] : changed) there.copy_(here);
+}
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
 
@@ -573,6 +653,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from", copy_from);
   m.impl("_copy_from_and_resize", copy_from_and_resize);
   m.impl("_local_scalar_dense", local_scalar_dense);
+  m.impl("native_batch_norm", torch::CppFunction::makeFromBoxedFunction<&batch_norm>());
   m.impl("resize_", resize);
   m.impl("set_.source_Tensor", set_tensor);
   m.impl("set_.source_Storage", set_storage);
@@ -635,6 +716,9 @@ PYBIND11_MODULE(_standin, module) {
   module.def("break_context", [](bool now) { broken = now; });
   module.def("capture", [](bool now) { capturing = now; });
   module.def("exchange_device", [](int device) { return std::exchange(current_device, device); });
+  module.def("default_generator", [](int device) {
+    return pybind11::reinterpret_steal<pybind11::object>(THPGenerator_Wrap(default_generator(device)));
+  });
   module.def("steps", [] { return steps.load(); });
   module.def("counts", [] {
     const Lock lock(lock_);

@@ -60,19 +60,33 @@ def register(order: str = "early", seed: int = 1) -> Any:
     torch.utils.rename_privateuse1_backend("standin")
     spec.loader.exec_module(module)
     facade = types.ModuleType("torch.standin")
+
+    def index_of(device: Any) -> int:
+        index = device if isinstance(device, int) else None if device is None else torch.device(device).index
+        return torch.accelerator.current_device_index() if index is None else index
+
+    generators = tuple(module.default_generator(number) for number in range(2))
     for name, value in {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
+        # torch's checkpoint asks for this name.
+        "_initialized": True,
         "_is_in_bad_fork": lambda: False,
         "device_count": lambda: 2,
         "current_device": torch.accelerator.current_device_index,
         "set_device": torch.accelerator.set_device_index,
+        "device": lambda device: torch.accelerator.device_index(index_of(device)),
         "current_stream": torch.accelerator.current_stream,
         "synchronize": torch.accelerator.synchronize,
         "stream": lambda stream: stream,
         "device": lambda device: torch.accelerator.device_index(torch.device(device).index),
         "Stream": torch.Stream,
         "Event": torch.Event,
+        "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16],
+        "default_generators": generators,
+        "manual_seed_all": lambda number: [generator.manual_seed(number) for generator in generators],
+        "get_rng_state": lambda device=None: generators[index_of(device)].get_state(),
+        "set_rng_state": lambda state, device=None: generators[index_of(device)].set_state(state),
     }.items():
         setattr(facade, name, value)
     torch._register_device_module("standin", facade)

@@ -524,7 +524,7 @@ class Model(nn.Module):
                     parts = self._parts(batch)
                     known = measured(batch, parts)
                 self._solver.shared.number = number
-                candidates = self._candidates(parts)
+                candidates = self._candidates(batch, parts)
                 found = chosen(candidates, known) if wire.rank == 0 and known is not None and candidates else None
                 found = wire.pass_on(found, 0)
             # If the net cannot be measured, the batch runs in the first mode. That run reports the error, if there is
@@ -542,7 +542,7 @@ class Model(nn.Module):
         rows = {leaf.shape[0] if leaf.shape else 0 for form in batch.forms for leaf in form.leaves}
         return len(rows) == 1 and rows != {0} and not min(rows) % self._micro_batches
 
-    def _candidates(self, parts: int) -> list[Candidate]:
+    def _candidates(self, batch: Batch, parts: int) -> list[Candidate]:
         found = []
         for mode in self._auto_modes:
             try:
@@ -553,7 +553,7 @@ class Model(nn.Module):
             if batch_plan.pipeline is None:
                 programs = (batch_plan.forward, batch_plan.adjoint)
                 found.append(Candidate(mode, tuple(each for each in programs if isinstance(each, Program))))
-            elif parts:
+            elif parts and not self._wire.is_in_one_stream(batch.device):
                 found.append(Candidate(mode, (batch_plan.pipeline,), parts))
         return found
 

@@ -563,7 +563,7 @@ class Inputs(LayerInputs):
         """Returns the outputs of this rank's steps, with the graph back to their states."""
         if not self._steps.own:
             kind = _dtype_of_state(self._leaves[0], self._steps.cell)
-            return torch.zeros(self._leaves[0].shape[0], 0, dtype=kind, device="cpu")
+            return torch.zeros(self._leaves[0].shape[0], 0, dtype=kind, device=self._leaves[0].device)
         by_step = []
         for layer in self._steps.own:
             form = batch.forms[layer + 1]

@@ -7,7 +7,6 @@ Owns the net's construction, its placement, parameters that ranks share, and its
 from __future__ import annotations
 
 import math
-import pickle
 from collections.abc import Callable, Collection, Sequence
 from numbers import Real
 from typing import Any, Literal
@@ -23,7 +22,7 @@ from ._net.blocks import Block, built
 from ._net.copies import Copied, Copies
 from ._net.evaluation import Layers
 from ._net.kinds import Kind, LayerKind, kind_of
-from ._net.pickled import pickled
+from ._net.pickled import loaded, saved
 from ._net.serial import Serial
 from ._net.spatial import Spatial
 from ._net.spline import Interpolated, Section, Spline
@@ -224,7 +223,7 @@ class LayerParallel(Model):
     def to_serial(self) -> Serial:
         """Returns a copy of the whole net, with parameters, buffers and dt, on all ranks.
 
-        All ranks call it together.
+        Layers on an accelerator come to the device of this rank's layers. All ranks call it together.
 
         Raises:
             LayerParallelError: a layer cannot be pickled.
@@ -233,14 +232,14 @@ class LayerParallel(Model):
         if self._copies is not None:
             self._copies.make_equal("to_serial()")
         try:
-            mine, cause = pickled(layers.modules), None
+            mine, cause = saved(layers.modules), None
         except Exception as error:
             mine, cause = b"", described(error)
         of_all = self._wire.gathered((mine, cause))
         if any(cause is not None for _, cause in of_all):
             causes = [f"exporting its layers: {cause}" if cause else None for _, cause in of_all]
             raise LayerParallelError(sentence(causes, "Layers that are exported must be picklable."))
-        found = {layer: module for part, _ in of_all for layer, module in pickle.loads(part).items()}
+        found = {layer: module for part, _ in of_all for layer, module in loaded(part, layers.modules.values()).items()}
         modules = [found[layer] for layer in range(len(found))]
         kinds = [kind.name for kind in layers.kinds]
         return Serial(modules, kinds, layers.dt, self._ties.names_in(found)).train(self.training)

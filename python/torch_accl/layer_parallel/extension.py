@@ -20,6 +20,7 @@ from ._change.optimizer_state import interpolate
 from ._change.refinement import finer
 from ._model import Mode, Model
 from ._net.blocks import mixed, undisturbed
+from ._net.device_numbers import generator_of, has_numbers
 from ._net.drawing import Drawing, drawn_for
 from ._net.evaluation import Record, States
 from ._net.kinds import ODE, PLAIN, TIMED, Kind, kind_of
@@ -58,6 +59,8 @@ __all__ = [
     "drawn_for",
     "exchanged",
     "finer",
+    "generator_of",
+    "has_numbers",
     "interpolate",
     "is_state",
     "kind_of",

@@ -397,7 +397,9 @@ class Comm:
         if given is not None:
             out.check_like(given, "Scatter", size)
         parts = None if given is None else list(given.sent().chunk(size)) if given.count else [given.sent()] * size
-        found = torch.empty(out.count, dtype=out.dtype, device=out.tensor.device)
+        # The buffers of a rank may lie on two devices, but the tensors of a call may not.
+        like = out if given is None else given
+        found = torch.empty(out.count, dtype=out.dtype, device=like.tensor.device)
         if (group := self.group) is None:
             assert parts is not None
             found = parts[0]
@@ -414,7 +416,7 @@ class Comm:
         if (group := self.group) is None:
             out.write(given.sent())
             return
-        found = torch.empty(out.count, dtype=out.dtype, device=out.tensor.device)
+        found = torch.empty(out.count, dtype=out.dtype, device=given.tensor.device)
         dist.all_to_all_single(found, given.sent(), group=group)
         out.write(found)
 
@@ -507,7 +509,7 @@ class Comm:
         if (group := self.group) is None:
             found = leaving_all
         else:
-            found = torch.empty(sum(counts[1]), dtype=like.dtype, device=like.tensor.device)
+            found = torch.empty(sum(counts[1]), dtype=like.dtype, device=leaving_all.device)
             dist.all_to_all_single(found, leaving_all, counts[1], counts[0], group=group)
         for rank, coming_part in enumerate(torch.split(found, counts[1])):
             if rank in received:
@@ -713,9 +715,11 @@ def _bytes_of(obj: Any) -> Tensor:
 def _bytes_in(buf: Any, call: str, dest: int, tag: int) -> tuple[Tensor, int, int, int]:
     """Returns the arguments of a message with a buffer's elements."""
     part = simple(buf, call, is_written=False)
-    given = part.sent().cpu()
-    # Copied, because the caller may change the buffer while the request is in flight.
-    data = given.view(torch.uint8).clone() if part.count else torch.empty(0, dtype=torch.uint8, device="cpu")
+    given = part.sent()
+    # Copied, because the caller may change the buffer while the request is in flight. A message is kept in the memory of
+    # the host, wherever its buffers are: its receive is not known before it comes.
+    own = given.clone() if given.device.type == "cpu" else given.cpu()
+    data = own.view(torch.uint8) if part.count else torch.empty(0, dtype=torch.uint8, device="cpu")
     return data, dest, tag, _kind_of(part.dtype)
 
 

@@ -121,5 +121,6 @@ _OPERATORS.define(  # type: ignore[no-untyped-call]
 )
 # The operator seeds its own generator by the layer that is being evaluated.
 SEEDING_THEMSELVES.add("torch_accl_torchbraid::sample_mask")
-for _device, _body in (("CPU", _sample_mask), ("CUDA", _sample_mask), ("Meta", _form_of_mask)):
-    _OPERATORS.impl("sample_mask", _body, _device)  # type: ignore[no-untyped-call]
+for _device in ("CPU", "CUDA", "XPU", "PrivateUse1"):
+    _OPERATORS.impl("sample_mask", _sample_mask, _device)  # type: ignore[no-untyped-call]
+_OPERATORS.impl("sample_mask", _form_of_mask, "Meta")  # type: ignore[no-untyped-call]

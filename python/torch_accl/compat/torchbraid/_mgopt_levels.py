@@ -27,6 +27,8 @@ from ...layer_parallel.extension import (
     described,
     exchanged,
     finer,
+    generator_of,
+    has_numbers,
     interpolate,
     layer_facts,
     move,
@@ -75,19 +77,15 @@ class Draws:
     tails."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device if device.type == "cuda" else None
-        self._states = self._now()
-
-    def _now(self) -> tuple[Tensor, Tensor | None]:
-        on_device = None if self._device is None else torch.cuda.get_rng_state(self._device)
-        return torch.get_rng_state(), on_device
+        # A device of a tensor has its index.
+        known = torch.empty(0, dtype=torch.uint8, device=device).device
+        self._generators = [torch.default_generator, *([generator_of(known)] if has_numbers(known) else [])]
+        self._states = [generator.get_state() for generator in self._generators]
 
     def again(self) -> None:
         """Sets the generators back to this state."""
-        on_cpu, on_device = self._states
-        torch.set_rng_state(on_cpu)
-        if on_device is not None and self._device is not None:
-            torch.cuda.set_rng_state(on_device, self._device)
+        for generator, state in zip(self._generators, self._states):
+            generator.set_state(state)
 
 
 @dataclass(frozen=True)

@@ -370,7 +370,7 @@ def _check_device(ranks: Comm, device: torch.device) -> None:
     if device.type not in known:
         raise ValueError(
             f"the layers are on {device}, but the group {dist.get_backend_config(group)} has no backend for that device; create the group with one, "
-            f'as with MPI.Init("cpu:accl,{device.type}:nccl") or init_process_group'
+            'as MPI.Init() or init_process_group("accl") does'
         )
 
 
@@ -384,5 +384,5 @@ def explain_buffers(ranks: Comm, *, is_wanted: bool) -> None:
         say_once(
             ranks,
             f"user_mpi_buf=True has no effect: states are sent from their own memory, and the group {dist.get_backend_config(group)} "
-            'sends from CPU memory only; MPI.Init("cpu:accl,cuda:nccl") creates a group that also sends from GPU memory',
+            "sends from CPU memory only; MPI.Init() creates a group that also sends from the memory of GPUs",
         )

@@ -13,7 +13,6 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch_accl_launch import detect_launcher
@@ -25,6 +24,7 @@ from ._mailbox import flush_all, flush_at_exit
 __all__ = ["COMM_SELF", "COMM_WORLD", "begin", "communicator_of", "end", "has_ended"]
 
 _ENDED = threading.Event()
+_USUAL_BACKEND = "accl"
 
 
 def begin(backend: str | None = None) -> None:
@@ -42,7 +42,8 @@ def begin(backend: str | None = None) -> None:
         return
     _ENDED.clear()
     if _has_other_ranks():
-        dist.init_process_group(backend or _usual_backend())
+        # accl serves the CPU and all accelerators, however many ranks share a GPU. NCCL is left to the script to name.
+        dist.init_process_group(backend or _USUAL_BACKEND)
         if "accl" not in _backends():
             atexit.register(_end_at_exit)
 
@@ -74,11 +75,6 @@ def _end_at_exit() -> None:
 
 def _backends() -> str:
     return str(dist.get_backend_config())
-
-
-def _usual_backend() -> str:
-    """Returns accl, plus NCCL for GPU tensors if the host has GPUs."""
-    return "cpu:accl,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "accl"
 
 
 def _world() -> dist.ProcessGroup | None:
@@ -126,7 +122,7 @@ def _of_mpi(given: Any) -> Comm:
     size, rank = given.Get_size(), given.Get_rank()
     found = detect_launcher(os.environ)
     if not dist.is_initialized() and size > 1 and (found is None or found.world == size):
-        init_from_mpi(given, _usual_backend())
+        init_from_mpi(given, _USUAL_BACKEND)
     world, own = COMM_WORLD.Get_size(), COMM_WORLD.Get_rank()
     if size != world:
         raise ValueError(

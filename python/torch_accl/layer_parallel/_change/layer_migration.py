@@ -6,8 +6,7 @@ Layers that stay are not copied here.
 
 from __future__ import annotations
 
-import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from .._net.pickled import saved
+from .._net.pickled import loaded, saved
 from .._ranks.agreed import agreed, exchange
 from .._ranks.failures import described
 from .._stack import LayerParallel
@@ -73,30 +72,16 @@ def migrated_layers(
 
     def unpack() -> None:
         for layer, (_, data) in coming.items():
-            buffer = io.BytesIO(data.cpu().numpy().tobytes())
+            arrived = data.cpu().numpy().tobytes()
             found[layer] = named(
                 layer,
                 net._solver.names,
                 "received",
-                lambda: torch.load(buffer, map_location=_here(modules), weights_only=False),  # noqa: B023
+                lambda: loaded(arrived, modules.values()),  # noqa: B023
             )
 
     agreed(wire, "unpacking layers", _MOVING, unpack)
     return found
-
-
-def _here(modules: Mapping[int, nn.Module]) -> Callable[[Any, str], Any]:
-    """Returns the `map_location` that moves tensors from another rank's device to this rank's device."""
-    own = {p.device.type: p.device for module in modules.values() for p in module.parameters()}
-
-    def located(storage: Any, location: str) -> Any:
-        kind, _, index = location.partition(":")
-        if not index:
-            return None
-        device = own.get(kind, torch.device(kind, torch.accelerator.current_device_index()))
-        return torch.serialization.default_restore_location(storage, str(device))  # type: ignore[no-untyped-call]
-
-    return located
 
 
 def named(layer: int, names: Sequence[str], what: str, call: Callable[[], Any]) -> Any:

@@ -7,12 +7,13 @@ the kinds, and `evaluation.py` evaluates layers.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
+from .device_numbers import all_devices, kept_numbers, seed_devices
 from .drawing import draw_for, drawn_for
 from .kinds import CUSTOM, ODE, PLAIN, RESIDUAL, TIMED, Kind
 from .own_generator import OwnNumbers, own_generator, with_own_generator
@@ -119,16 +120,14 @@ def built(block: Block, number: int, seed: int) -> nn.Module:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Inside the context, torch's random numbers come from this seed.
+    """Inside the context, torch's random numbers come from this seed, on the CPU and on all devices of the accelerator.
 
     Afterwards they continue as if nothing had been drawn.
     """
-    has_cuda = torch.cuda.is_available()
-    if has_cuda:
-        torch.cuda.init()  # type: ignore[no-untyped-call]
     with undisturbed(), drawing_from(seed):
-        if has_cuda:
-            torch.cuda.manual_seed(seed)
+        # If a device's package does not show generators, modules that draw on the CPU can still be built.
+        with suppress(NotImplementedError):
+            seed_devices(all_devices(), seed)
         yield
 
 
@@ -159,8 +158,7 @@ def undisturbed() -> Iterator[None]:
     Layers do not draw from the random numbers of other threads.
     """
     evaluation = drawn_for()
-    cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
-    with with_own_generator() as is_shared:
+    with kept_numbers(), with_own_generator() as is_shared:
         # If other threads run, only they draw from the default generator, so its state is not restored.
         before = None if is_shared else torch.random.get_rng_state()
         try:
@@ -169,5 +167,3 @@ def undisturbed() -> Iterator[None]:
             draw_for(evaluation)
             if before is not None:
                 torch.random.set_rng_state(before)
-            if cuda is not None:
-                torch.cuda.set_rng_state(cuda)

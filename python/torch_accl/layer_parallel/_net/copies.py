@@ -428,17 +428,17 @@ def hash_of(parameter: Tensor) -> int:
     bytes_ = _bytes(parameter)
     device = bytes_.device
     # Words are summed by rows and by columns, weighted by their places. All sums are of integers modulo 2^64. A word
-    # has 32 bits, so its highest bit counts as well.
+    # has 32 bits, so its highest bit counts as well. The sum is read once, because reading from a device waits for it.
     whole = bytes_.numel() // (4 * _COLUMNS) * 4 * _COLUMNS
     left = bytes_[whole:].to(torch.int64)
-    total = int((left * _weights(left.numel(), 0, device)).sum()) + bytes_.numel()
+    total = (left * _weights(left.numel(), 0, device)).sum()
     if whole:
         table = bytes_[:whole].view(torch.int32).view(-1, _COLUMNS)
-        total += int((table.sum(1, dtype=torch.int64) * _weights(len(table), 1, device)).sum())
+        total = total + (table.sum(1, dtype=torch.int64) * _weights(len(table), 1, device)).sum()
         # Column weights are even and row weights odd. So the weight of a word, the sum of both, is odd, and no bit of
         # the word is lost.
-        total += int((table.sum(0, dtype=torch.int64) * (_weights(_COLUMNS, 2, device) & ~1)).sum())
-    return total & _MASK
+        total = total + (table.sum(0, dtype=torch.int64) * (_weights(_COLUMNS, 2, device) & ~1)).sum()
+    return (int(total) + bytes_.numel()) & _MASK
 
 
 def _bytes(tensor: Tensor) -> Tensor:

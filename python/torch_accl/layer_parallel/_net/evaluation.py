@@ -20,6 +20,7 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from .blocks import drawing_from, mixed
+from .device_numbers import generator_of, has_numbers, seed_devices
 from .drawing import Drawing, draw_for
 from .kinds import LayerKind
 from .layer_sums import LayerSum
@@ -279,6 +280,8 @@ class Evaluation:
         self.is_recorded = is_recorded
         self.found = found
         self.parameters, self._of_layer = found
+        # The accelerators that layers draw on.
+        self._drawn_on = [each for each in {device, *(p.device for p in self.parameters)} if has_numbers(each)]
         self.gradients: list[Tensor | None] = [None] * len(self.parameters)
         self.is_in_parts = is_in_parts
         # Gradients that are still added up over layers, by the index of the parameter.
@@ -303,6 +306,9 @@ class Evaluation:
     def as_in_forward(self) -> AbstractContextManager[Any]:
         """Inside the context, autocast is as it was around the forward pass."""
         enabled, dtype = self.autocast
+        if not enabled and not torch.is_autocast_enabled(self.device.type):
+            # A device's package may support no autocast.
+            return nullcontext()
         return torch.autocast(self.device.type, dtype, enabled=enabled)
 
     # ---- forward
@@ -481,8 +487,7 @@ class Evaluation:
         if seed is None:
             seed = self._seeds[layer, micro_batch] = mixed(self._key, layer, micro_batch)
         draw_for(Drawing(self._key, layer, micro_batch))
-        if self.device.type == "cuda":
-            torch.cuda.manual_seed(seed)
+        seed_devices(self._drawn_on, seed)
         return seed
 
     def _look_for_other_threads(self, layer: int, micro_batch: int) -> None:
@@ -504,7 +509,7 @@ class Evaluation:
     def _default_states(self) -> States:
         """Returns the states of the default generators that layers draw from."""
         states = [] if own_generator() is not None else [torch.default_generator.get_state()]
-        return [*states, torch.cuda.get_rng_state()] if self.device.type == "cuda" else states
+        return [*states, *(generator_of(device).get_state() for device in self._drawn_on)]
 
     # ---- backward
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from collections.abc import Iterable
 from types import FunctionType
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-__all__ = ["pickled", "saved"]
+__all__ = ["loaded", "saved"]
 
 
 # The hook that weight_norm registers for checkpoints of its predecessor. It is a nested function over a parameter's
@@ -40,18 +41,30 @@ class Pickler(pickle.Pickler):
         return _empty, (kind,), dict(value.__dict__), None, None, _fill
 
 
-def pickled(value: Any) -> bytes:
-    """Pickles a value for `pickle.loads`."""
-    buffer = io.BytesIO()
-    Pickler(buffer).dump(value)
-    return buffer.getvalue()
-
-
 def saved(value: Any) -> bytes:
-    """Saves a value for `torch.load`, which can put tensors on another device."""
+    """Saves a value for `loaded`."""
     buffer = io.BytesIO()
     torch.save(value, buffer, pickle_module=_Module)
     return buffer.getvalue()
+
+
+def loaded(data: bytes, modules: Iterable[nn.Module]) -> Any:
+    """Loads a value that any rank has saved. Tensors of an accelerator come to the device of this rank's `modules`.
+
+    Without parameters in these, tensors come to the current device of their type.
+    """
+    own = {parameter.device.type: parameter.device for module in modules for parameter in module.parameters()}
+
+    def located(storage: Any, location: str) -> Any:
+        kind, _, index = location.partition(":")
+        if not index:
+            return None
+        device = own.get(kind, next(iter(own.values()), None))
+        if device is None:
+            device = torch.empty(0, dtype=torch.uint8, device=kind).device
+        return torch.serialization.default_restore_location(storage, str(device))  # type: ignore[no-untyped-call]
+
+    return torch.load(io.BytesIO(data), map_location=located, weights_only=False)
 
 
 class _Module:

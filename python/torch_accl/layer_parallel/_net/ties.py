@@ -60,6 +60,8 @@ class _Sum:
         self.lower = owners[at - 1] if at else None
         self.total: Tensor | None = None
         self.trained = 0
+        # Flags are read at once, which for a device's tensor would stop this thread.
+        self._device_of_flags = wire.device
         # The indices of this rank's gradients.
         self.slots: set[int] = set()
         # This rank's gradients by layer and index.
@@ -80,7 +82,7 @@ class _Sum:
     def room(self) -> tuple[Tensor, Tensor]:
         """Returns room for a rank's flags and sum."""
         like = self._like
-        flags = torch.zeros(2, dtype=torch.int64, device=like.device)
+        flags = torch.zeros(2, dtype=torch.int64, device=self._device_of_flags)
         return flags, torch.zeros(like.shape, dtype=like.dtype, device=like.device)
 
     def add(self) -> None:

@@ -1,7 +1,8 @@
 """Messages of a solve over a process group, or without one on a single rank.
 
 Owns how states are sent: leaf by leaf, in order for each pair of ranks and pass, by `isend` and `irecv` of any backend.
-Also owns the three small reductions of a solve. They are of integers, so nothing rounds or compresses them.
+Also owns the three small reductions of a solve. They are of integers, so nothing rounds or compresses them. Their
+tensors are on the CPU if the group serves it, because reading them from another device would stop this thread.
 """
 
 from __future__ import annotations
@@ -21,6 +22,10 @@ _T = TypeVar("_T")
 
 # Tags distinguish the passes. A backend without tags runs one pass at a time.
 TAGS = {"forward": 0, "adjoint": 1}
+
+# Backends that put all messages of two ranks into one stream of the device, in the order of their calls. A receive there
+# holds up later sends.
+_IN_ONE_STREAM = ("nccl", "xccl")
 
 
 class Wire:
@@ -53,6 +58,34 @@ class Wire:
         devices = self.group._device_types
         cpu = torch.device("cpu")
         return cpu if cpu in devices or not devices else devices[0]
+
+    @property
+    def device_types(self) -> list[str]:
+        """The types of devices whose tensors the group sends; only the CPU without a group."""
+        return ["cpu"] if self.group is None else sorted(each.type for each in self.group._device_types)
+
+    def route(self, device: torch.device) -> str | None:
+        """Returns a name of the backend that sends tensors of a device; None if there is none.
+
+        Devices of one backend have the same name. Tensors of one message may be on any of them.
+        """
+        if self.group is None or self.size == 1:
+            return ""
+        kinds = self.device_types
+        if device.type not in kinds:
+            return None
+        backend = self.group._get_backend(device)
+        return next(kind for kind in kinds if self.group._get_backend(torch.device(kind)) is backend)
+
+    def is_in_one_stream(self, device: torch.device) -> bool:
+        """Returns whether a receive of a tensor of this device holds up sends to the same rank that are issued later."""
+        pairs = (each.partition(":") for each in self.backends.split(","))
+        return any(kind == device.type and backend in _IN_ONE_STREAM for kind, _, backend in pairs)
+
+    @property
+    def backends(self) -> str:
+        """The backends of the group by device, as in `cpu:accl,cuda:nccl`; empty without a group."""
+        return "" if self.group is None else dist.get_backend_config(self.group)
 
     def send(self, tensor: Tensor, to: int, pass_: str) -> dist.Work:
         """Starts a send. The tensor must not change until the send completes."""

@@ -1,7 +1,7 @@
 """The choice of the fastest mode for a kind of batch.
 
 Owns the measurements that the simulator of plans uses, and the choice. Layers are timed while all ranks compute,
-because they are faster when only one rank computes.
+because they are faster when only one rank computes. Times of a device contain its work, not only the start of it.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from .._net.device_numbers import has_numbers
 from .._net.evaluation import Evaluation, LayerInputs, Record, States
 from .._net.tree import Form
 from .._ranks.wire import Wire
@@ -180,24 +182,35 @@ def _own_times(batch: Batch, parts: int, mesh: int) -> dict[int, Times]:
 
 def _times(evaluation: Evaluation, layer: int, before: Form, after: Form, device: torch.device) -> Times:
     states, constants = _some(before, device)
-    plain, _ = _timed(lambda: evaluation.evaluate_temporary(layer, 1, 0, before, states, constants))
+    plain, _ = _timed(device, lambda: evaluation.evaluate_temporary(layer, 1, 0, before, states, constants))
     record = Record(states, constants, before, after)
-    recorded, graph = _timed(lambda: evaluation.graph_of(layer, 1, 0, record))
+    recorded, graph = _timed(device, lambda: evaluation.graph_of(layer, 1, 0, record))
     outputs = [output for output in graph.outputs if output.requires_grad]
     given = [torch.ones_like(output) for output in outputs]
 
     def pulled(wanted: Sequence[Tensor]) -> int:
         if not outputs or not wanted:
             return 0
-        return _timed(lambda: torch.autograd.grad(outputs, wanted, given, retain_graph=True, allow_unused=True))[0]
+        return _timed(
+            device, lambda: torch.autograd.grad(outputs, wanted, given, retain_graph=True, allow_unused=True)
+        )[0]
 
     return plain, recorded, pulled(graph.inputs), pulled(graph.leaves)
 
 
-def _timed(call: Callable[[], Any]) -> tuple[int, Any]:
+def _timed(device: torch.device, call: Callable[[], Any]) -> tuple[int, Any]:
+    """Returns the time of a call with its work on a device, in picoseconds, and the call's result."""
+    _finish(device)
     begin = time.perf_counter_ns()
     found = call()
+    _finish(device)
     return (time.perf_counter_ns() - begin) * 1000, found
+
+
+def _finish(device: torch.device) -> None:
+    """Waits for the work of a device."""
+    if has_numbers(device):
+        torch.accelerator.synchronize(device)
 
 
 def _part(form: Form, parts: int) -> Form:
@@ -224,7 +237,7 @@ def _some(form: Form, device: torch.device) -> tuple[States, States]:
 def _rates(wire: Wire, state: int, device: torch.device) -> tuple[int, int, int, int, int]:
     """Returns the rates in picoseconds, each the maximum over all ranks. `state` is the size of a state in bytes."""
     a, b = (torch.zeros(max(state // 4, 1), dtype=torch.float32, device=device) for _ in range(2))
-    add = min(_timed(lambda: a + b)[0] for _ in range(_TURNS_OF_MESSAGES)) * 1024 // max(state, 1)
+    add = min(_timed(device, lambda: a + b)[0] for _ in range(_TURNS_OF_MESSAGES)) * 1024 // max(state, 1)
     message = latency = wire_per_kib = norm = 0
     if wire.size > 1:
         small = torch.zeros(1, dtype=torch.float32, device=device)
@@ -234,7 +247,8 @@ def _rates(wire: Wire, state: int, device: torch.device) -> tuple[int, int, int,
         wire_per_kib = max(whole[1] - latency, 0) * 1024 // max(state, 1)
         counted = torch.zeros(1, dtype=torch.int64, device=wire.device)
         norm = min(
-            _timed(lambda: wire.together(counted.clone(), "measuring messages"))[0] for _ in range(_TURNS_OF_MESSAGES)
+            _timed(wire.device, lambda: wire.together(counted.clone(), "measuring messages"))[0]
+            for _ in range(_TURNS_OF_MESSAGES)
         )
     found = torch.tensor([add, message, latency, wire_per_kib, norm], dtype=torch.int64, device=wire.device)
     known = wire.together(found, "measuring messages", is_greatest=True)
@@ -252,16 +266,20 @@ def _exchanges(wire: Wire, tensor: Tensor) -> tuple[int, int]:
         return 0, 0
     room = torch.empty_like(tensor)
     begins, ways = [], []
-    for _ in range(_TURNS_OF_MESSAGES):
+
+    def send() -> dist.Work:
         start = time.perf_counter_ns()
-        coming = wire.receive(room, other, "forward")
-        if wire.rank < other:
-            sent, work = _timed(lambda: wire.send(tensor, other, "forward"))
-            coming.wait()
-        else:
-            coming.wait()
-            sent, work = _timed(lambda: wire.send(tensor, other, "forward"))
-        work.wait()
-        begins.append(sent)
+        work = wire.send(tensor, other, "forward")
+        begins.append((time.perf_counter_ns() - start) * 1000)
+        return work
+
+    for _ in range(_TURNS_OF_MESSAGES):
+        _finish(tensor.device)
+        start = time.perf_counter_ns()
+        # The lower rank's send is issued before its receive: some backends run the messages of two ranks in that order.
+        sent = send() if wire.rank < other else None
+        wire.receive(room, other, "forward").wait()
+        (send() if sent is None else sent).wait()
+        _finish(tensor.device)
         ways.append((time.perf_counter_ns() - start) * 500)
     return min(begins), min(ways)

@@ -18,13 +18,14 @@ from torch.utils import _pytree as pytree
 
 from .._net.blocks import undisturbed
 from .._net.copies import hash_of
+from .._net.device_numbers import generator_of, has_numbers
 from .._net.evaluation import Evaluation, States, form_returned
 from .._net.side import NO_SIDE, Side, SideForm, names_taken, side_of
 from .._net.spatial import Meshes
 from .._net.tree import Form, digest, packed, zeros
 from .._ranks.agreed import agreed
 from .._ranks.failures import LayerParallelError, described, sentence
-from .._ranks.wire import bits_of, numbers_of
+from .._ranks.wire import Wire, bits_of, numbers_of
 from .batch import Batch, MicroBatch, split
 from .solver import KindOfBatch, Solver
 
@@ -48,35 +49,51 @@ class _Header:
 
     # Hash of the settings, which are equal on all ranks.
     settings: int
-    # Whether this rank cannot begin.
-    has_failed: bool
     # Whether this rank's layers have changed since its last batch.
     has_changed: bool
     # Hash of the input, on the first and the last rank.
     input_hash: int | None
+    # Whether this rank cannot begin.
+    has_failed: bool = False
     # Key of the kind of batch, and its number: given by the first rank.
     kind: int = _ABSENT
     number: int = _ABSENT
+    # Hash of the type of the first rank's device, for ranks whose layers show no device.
+    device_type: int = _ABSENT
+    # Hash of the backend that sends this rank's states; absent if no device shows.
+    route: int | None = None
     # Numbers with which copies of parameters are compared.
     copies: list[int] = field(default_factory=list)
 
     def numbers(self) -> list[int]:
         """Returns the numbers in the order of `_Maxima`."""
-        inputs = [_ABSENT, _ABSENT] if self.input_hash is None else [self.input_hash, -self.input_hash]
         flags = [int(self.has_failed), int(self.has_changed)]
-        return [self.settings, -self.settings, *flags, *inputs, self.kind, self.number, *self.copies]
+        pairs = [*_pair(self.settings), *_pair(self.input_hash), *_pair(self.route)]
+        return [*pairs, *flags, self.kind, self.number, self.device_type, *self.copies]
+
+
+def _pair(number: int | None) -> tuple[int, int]:
+    """Returns a number and its negative, for a comparison of all ranks that give one."""
+    return (_ABSENT, _ABSENT) if number is None else (number, -number)
+
+
+def _is_equal(greatest: int, greatest_negated: int) -> bool:
+    """Returns whether all ranks that gave a number gave the same, also if no rank or only one gave any."""
+    return greatest in (_ABSENT, -greatest_negated)
 
 
 class _Maxima:
     """The maxima of all ranks' headers."""
 
     def __init__(self, numbers: Sequence[int]) -> None:
-        settings, negated, has_failed, has_changed, input_hash, negated_input, self.kind, self.number, *rest = numbers
-        self.has_equal_settings = settings == -negated
+        pairs, (has_failed, has_changed, self.kind, self.number, self.device_type, *self.copies) = (
+            numbers[:6],
+            numbers[6:],
+        )
+        self.has_equal_settings, self.has_equal_inputs, self.has_one_route = (
+            _is_equal(*pairs[at : at + 2]) for at in (0, 2, 4)
+        )
         self.has_failed, self.has_changed = bool(has_failed), bool(has_changed)
-        # Also true if no rank or only one gives a hash.
-        self.has_equal_inputs = input_hash in (_ABSENT, -negated_input)
-        self.copies = rest
 
 
 @contextmanager
@@ -144,11 +161,12 @@ def _open(batch: Batch, refusal: BaseException | None, *, is_recorded: bool) -> 
     state = solver.layers.state()
     header = _Header(
         settings=digest(settings.encode()),
-        has_failed=refusal is not None,
         has_changed=state != solver.state_of_kinds,
         input_hash=_input_hash(batch) if batch.is_training and due < _COMPARED_INPUTS else None,
         copies=[] if solver.copies is None else solver.copies.numbers(),
     )
+    # The device of this rank's states, as far as it shows before ranks agree.
+    own = solver.device
     form, side_form = None, NO_SIDE
     side_tensors: States = []
     by_micro_batch: list[MicroBatch] = []
@@ -160,8 +178,14 @@ def _open(batch: Batch, refusal: BaseException | None, *, is_recorded: bool) -> 
                 side_form, side_tensors = side_of(batch.inputs.side)
                 _check_parts(side_form, shared.per_sample, plan.micro_batches)
                 header.kind = _key(solver, form, side_form)
+                own = next((t.device for states, constants in by_micro_batch[:1] for t in (*states, *constants)), own)
             except BaseException as error:
-                refusal, header.has_failed = error, True
+                refusal = error
+    if own is not None:
+        refusal = refusal or _refusal_of(batch, own)
+        header.route = digest((wire.route(own) or "").encode())
+        header.device_type = digest(own.type.encode()) if wire.rank == 0 else _ABSENT
+    header.has_failed = refusal is not None
     numbers = torch.tensor(header.numbers(), dtype=torch.int64, device=wire.device)
     maxima = _Maxima(wire.together(numbers, what, is_greatest=True))
     if maxima.has_failed:
@@ -169,6 +193,12 @@ def _open(batch: Batch, refusal: BaseException | None, *, is_recorded: bool) -> 
         _raise(sentence(wire.gathered(cause)), refusal)
     if not maxima.has_equal_settings:
         raise ValueError(_difference(wire.gathered(settings)))
+    if not maxima.has_one_route:
+        shown = dict.fromkeys(device for device in wire.gathered(None if own is None else str(own)) if device)
+        raise ValueError(
+            f"ranks of the layers have states on {' and on '.join(shown)}, which different backends of the group {wire.backends} send; put the "
+            "input and all layers on one kind of device, or create the group with one backend for all, such as accl"
+        )
     if solver.copies is not None:
         solver.copies.settle(maxima.copies, what)
     number = maxima.number
@@ -192,8 +222,7 @@ def _open(batch: Batch, refusal: BaseException | None, *, is_recorded: bool) -> 
         _check_names(solver, side_form)
     else:
         side_form = kind.side
-    given = [tensor for states, constants in by_micro_batch[:1] for tensor in (*states, *constants)]
-    device = given[0].device if given else solver.device
+    device = _current_of(maxima.device_type, wire) if own is None else own
     layer_inputs = batch.layer_inputs
     if side_form.names:
         layer_inputs = Side(
@@ -219,6 +248,33 @@ def _open(batch: Batch, refusal: BaseException | None, *, is_recorded: bool) -> 
         )
     meshes = _on_meshes(solver, kind, plan.meshes, device)
     batch.begin(number, kind.forms, device, evaluation, meshes, by_micro_batch)
+
+
+def _refusal_of(batch: Batch, device: torch.device) -> BaseException | None:
+    """Returns the error that keeps a batch from running with states on a device, or None."""
+    wire = batch.solver.wire
+    if wire.route(device) is None:
+        return ValueError(
+            f"states are on {device}, but the group {wire.backends} has no backend for {device.type}; create it with one, such as accl"
+        )
+    if batch.plan.pipeline is not None and wire.size > 1 and wire.is_in_one_stream(device):
+        return NotImplementedError(
+            f"step() in mode exact-pipeline over the group {wire.backends}: its backend for {device.type} holds up sends behind receives, "
+            "so ranks would wait for each other; use mode exact-wave, or the backend accl for that device"
+        )
+    try:
+        if has_numbers(device):
+            generator_of(device)
+    except NotImplementedError as error:
+        return error
+    return None
+
+
+def _current_of(device_type: int, wire: Wire) -> torch.device:
+    """Returns this rank's current device of the type that is given by its hash, for a rank whose layers show none."""
+    kind = next((kind for kind in wire.device_types if digest(kind.encode()) == device_type), "cpu")
+    # Only the device of a tensor has its index.
+    return torch.empty(0, dtype=torch.uint8, device=kind).device
 
 
 def _input_hash(batch: Batch) -> int | None:
@@ -296,7 +352,7 @@ def _forms_from(solver: Solver, form: Form, by_micro_batch: Sequence[MicroBatch]
             error: BaseException | None = None
             if owner == wire.rank:
                 try:
-                    given = by_micro_batch[0] if layer == 0 and by_micro_batch else zeros(form, solver.device)
+                    given = by_micro_batch[0] if layer == 0 and by_micro_batch else zeros(form, evaluation.device)
                     returned = evaluation.evaluate_temporary(layer, 1, 0, form, *given)
                     answer = form_returned(returned, layer, solver.names[layer])
                     packed(answer)
@@ -322,9 +378,19 @@ def _check_parts(form: SideForm, per_sample: Collection[str], micro_batches: int
 
 def _autocast() -> tuple[str, ...]:
     """Returns the autocast settings, which change the dtypes that layers return."""
-    return tuple(
-        f"autocast of {kind} {torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else 'off'}"
-        for kind in ("cpu", "cuda")
+    accelerator = torch.accelerator.current_accelerator()
+    other = "none" if accelerator is None or accelerator.type == "cuda" else accelerator.type
+    on = {
+        kind: str(torch.get_autocast_dtype(kind))
+        for kind in ("cpu", "cuda", other)
+        if kind != "none" and torch.is_autocast_enabled(kind)
+    }
+    # A rank without another accelerator agrees with a rank on which autocast of it is off.
+    of_other = f"{other} {on[other]}" if other in on else "others off"
+    return (
+        f"autocast of cpu {on.get('cpu', 'off')}",
+        f"autocast of cuda {on.get('cuda', 'off')}",
+        f"autocast of {of_other}",
     )
 
 

@@ -6,6 +6,7 @@ while a batch opens, and `batch.py` has the data of one batch.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -84,12 +85,12 @@ class Solver:
         keep_freed_memory()
 
     @property
-    def device(self) -> torch.device:
-        """The device of this rank's parameters, or the CPU without parameters."""
+    def device(self) -> torch.device | None:
+        """The device of this rank's parameters, or of its buffers. None without any."""
         for module in self.layers.modules.values():
-            for parameter in module.parameters():
-                return parameter.device
-        return torch.device("cpu")
+            for tensor in itertools.chain(module.parameters(), module.buffers()):
+                return tensor.device
+        return None
 
     def remember(self, key: int, kind: KindOfBatch) -> None:
         """Keeps the data of a kind of batch. All ranks forget the same kinds, because they have run the same batches."""

@@ -206,8 +206,9 @@ class _Walk:
         return "adding states"
 
     def _square_norm(self, interval: int, a: int, b: int) -> None:
+        # The squares stay on the states' device until the norm is reduced: each read of a value would stop this thread.
         if self._squares is None:
-            self._squares = torch.zeros(self.program.plan.intervals, dtype=torch.float64, device="cpu")
+            self._squares = torch.zeros(self.program.plan.intervals, dtype=torch.float64, device=self.batch.device)
         self._squares[interval] = sum(square_norm(x - y) for x, y in zip(self._read(a), self._read(b)))
 
     def _post_norm(self, iteration: int) -> None:
@@ -343,12 +344,13 @@ def moved(state: Tensor, change: Tensor, scale: float) -> Tensor:
     return torch.mul(change, scale).add_(state)
 
 
-def square_norm(tensor: Tensor) -> float:
-    """Returns the square of a tensor's 2-norm."""
+def square_norm(tensor: Tensor) -> Tensor:
+    """Returns the square of a tensor's 2-norm in float64, on its device."""
     if tensor.dtype in (torch.float64, torch.complex128):
-        return float(torch.linalg.vector_norm(tensor)) ** 2
+        norm: Tensor = torch.linalg.vector_norm(tensor)
+        return norm.square()
     flat = torch.view_as_real(tensor).flatten() if tensor.is_complex() else tensor.flatten()
     whole = flat.numel() // _ROW * _ROW
-    rows = torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), dim=1).double().square().sum()
-    rest = torch.linalg.vector_norm(flat[whole:], dtype=torch.float64).square()
-    return float(rows + rest)
+    rows: Tensor = torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), dim=1).double().square().sum()
+    rest: Tensor = torch.linalg.vector_norm(flat[whole:], dtype=torch.float64).square()
+    return rows + rest

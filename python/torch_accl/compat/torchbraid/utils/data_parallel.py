@@ -13,6 +13,7 @@ from torch import nn
 
 from .. import _mpi as MPI
 from .._communicator import Comm
+from .._mailbox import device_of
 from .._world import communicator_of
 
 __all__ = ["Partioner", "Partition", "average_gradients", "split_communicator"]
@@ -42,7 +43,10 @@ def average_gradients(model: nn.Module, comm_dp: Any) -> None:
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if comm.size == 1 or not parameters:
         return
-    is_there = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8, device="cpu")
+    group = comm.group
+    assert group is not None, "a communicator of several ranks has a group"
+    flags = [parameter.grad is not None for parameter in parameters]
+    is_there = torch.tensor(flags, dtype=torch.uint8, device=device_of(group))
     comm.Allreduce(MPI.IN_PLACE, is_there, MPI.MAX)
     buckets: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
     for parameter, wanted in zip(parameters, is_there.tolist()):
