@@ -276,15 +276,37 @@ struct Allocator final : c10::Allocator {
 };
 Allocator allocator;
 
-std::map<const char*, size_t> pinned;
+struct Pinned {
+  size_t bytes;
+  int copies = 0;        // that a stream has yet to make
+  bool is_freed = false; // by the program
+};
+std::map<const char*, Pinned> pinned;
 
 void free_pinned(void* memory) {
   const Lock lock(lock_);
   const auto found = pinned.find(static_cast<char*>(memory));
   if (found == pinned.end()) return;
-  alive.pinned_bytes -= static_cast<int64_t>(found->second);
+  found->second.is_freed = true;
+  if (found->second.copies > 0) return;
+  alive.pinned_bytes -= static_cast<int64_t>(found->second.bytes);
   pinned.erase(found);
   std::free(memory);
+}
+
+// Counts one more copy of a tensor in pinned memory, if the tensor owns that memory: until `end_copy` it is not freed, as
+// with torch's allocators of pinned memory. Returns the block, or null.
+char* begin_copy(const at::Tensor& host) {
+  const auto found = pinned.find(static_cast<char*>(host.storage().data_ptr().get_context()));
+  if (found == pinned.end()) return nullptr;
+  ++found->second.copies;
+  return const_cast<char*>(found->first);
+}
+
+void end_copy(char* block) {
+  if (block == nullptr) return;
+  auto& entry = pinned.at(block);
+  if (--entry.copies == 0 && entry.is_freed) free_pinned(block);
 }
 
 bool is_pinned(const void* memory) {
@@ -292,7 +314,7 @@ bool is_pinned(const void* memory) {
   auto after = pinned.upper_bound(static_cast<const char*>(memory));
   if (after == pinned.begin()) return false;
   --after;
-  return static_cast<const char*>(memory) < after->first + after->second;
+  return static_cast<const char*>(memory) < after->first + after->second.bytes;
 }
 
 struct HostAllocator final : at::HostAllocator {
@@ -302,7 +324,7 @@ struct HostAllocator final : at::HostAllocator {
     auto* memory = static_cast<char*>(std::aligned_alloc(64, (bytes + 63) / 64 * 64));
     TORCH_CHECK(memory != nullptr, "standin: no memory to pin");
     std::memset(memory, kGarbage, bytes);
-    pinned[memory] = bytes;
+    pinned[memory] = {bytes};
     alive.pinned_bytes += static_cast<int64_t>(bytes);
     return {memory, memory, &free_pinned, c10::kCPU};
   }
@@ -538,10 +560,12 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& to, bool non_bloc
     const int device = on.device().index(), stream = current_stream[device];
     // The views are made now: a task must not depend on what the caller does to its tensors later.
     auto from_view = host_view(self), to_view = host_view(to);
-    const auto copy = [from_view, to_view]() mutable {
+    char* const block = crosses ? begin_copy(host) : nullptr;
+    const auto copy = [from_view, to_view, block]() mutable {
       for (const auto* view : {&from_view, &to_view}) faults.after_free += is_dead(view->const_data_ptr());
       const at::AutoDispatchBelowADInplaceOrView below;
       to_view.copy_(from_view);
+      end_copy(block);
     };
     const int other = to.device().index();
     if (crosses || other == device) {
@@ -598,6 +622,8 @@ at::Tensor pin(const at::Tensor& self, std::optional<at::Device>) {
   at::Tensor copy = at::detail::empty_strided_cpu(self.sizes(), self.strides(), self.scalar_type(), true);
   return copy.copy_(self);
 }
+
+void record_stream(at::Tensor& self, at::Stream stream) { Guard().recordDataPtrOnStream(self.storage().data_ptr(), stream); }
 
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   if (!op.hasTag(at::Tag::nondeterministic_seeded)) return at::native::cpu_fallback(op, stack);
@@ -660,6 +686,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Storage_storage_offset", set_source);
   m.impl("as_strided", TORCH_FN(at::native::as_strided_tensorimpl));
   m.impl("view", TORCH_FN(at::native::view));
+  m.impl("record_stream", record_stream);
 }
 
 // Copies see the bits of lazy views, like `copy_`.
