@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .device import Device
-from .report import Report, over_ranks
+from .report import Report, check, over_ranks
 
 RANKS = 2
 MIB = 1 << 20
@@ -106,8 +106,7 @@ def _ranks(body: Callable[..., Any], kind: str, is_tiny: bool, other: str, **fac
         return found
 
     outcomes = run_ranks(rank_body, RANKS, init=False, deadline=90)
-    if any(outcome.status != "ok" for outcome in outcomes):
-        raise AssertionError("\n".join(outcome.describe() for outcome in outcomes))
+    check(outcomes)
     return [outcome.value for outcome in outcomes]
 
 
@@ -148,7 +147,7 @@ def _checked(tensor: torch.Tensor, reduce: Callable[[torch.Tensor], object]) -> 
     """Checks the sum of one call by `reduce`."""
     rank = dist.get_rank()
     tensor.copy_(torch.arange(tensor.numel(), device="cpu", dtype=torch.float32).remainder_(1000).add_(rank))
-    before = tensor.cpu()
+    before = tensor.cpu().clone()
     reduce(tensor)
     wanted = RANKS * before + (1 if rank == 0 else -1)
     assert tensor.cpu().equal(wanted), "a sum is wrong"

@@ -47,7 +47,7 @@ class Call:
 
     def laid_out(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns the tensor, or a strided view with the same values."""
-        if not self.is_strided:
+        if not self.is_strided or tensor.numel() < 2:
             return tensor
         wide = tensor.new_zeros((tensor.numel(), 2))
         wide[:, 0] = tensor

@@ -10,21 +10,17 @@ import os
 import re
 import signal
 import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from support import Outcome, init_group, run_ranks
+from support import init_group, run_ranks, run_script
 
 from .device import Device, freed_tensor
-from .report import Report, Skip
+from .report import Report, Skip, check
 
-TESTS = Path(__file__).resolve().parents[1]
 COUNT = 2_000_000
 # Seconds after which a rank must know of a peer that has gone. Groups time out later.
 SOON = 10.0
@@ -37,13 +33,6 @@ def run(report: Report, kind: str, is_tiny: bool) -> None:
     for ending in ("destroyed", "waited", "in flight", "raised"):
         report.case(f"a program ends: {ending}", lambda: exits(kind, ending))
     report.case("the card has its memory back", lambda: memory_is_back(kind))
-
-
-def _ok(outcomes: list[Outcome], *ranks: int) -> None:
-    bad = [outcomes[rank] for rank in ranks if outcomes[rank].status != "ok"]
-    if bad:
-        last = (bad[0].trace.strip().splitlines() or [bad[0].status])[-1]
-        raise AssertionError("\n".join([f"rank {bad[0].rank}: {last}", *(each.describe() for each in outcomes)]))
 
 
 def killed(kind: str, behind: int) -> dict[str, Any]:
@@ -73,7 +62,7 @@ def killed(kind: str, behind: int) -> dict[str, Any]:
         return {"error": said, "seconds": round(taken, 3)}
 
     outcomes = run_ranks(body, 2, init=False)
-    _ok(outcomes, 0)
+    check(outcomes, 0)
     assert outcomes[1].exitcode == -signal.SIGKILL, outcomes[1].describe()
     found = outcomes[0].value
     assert isinstance(found, dict)
@@ -120,7 +109,7 @@ def illegal_address(kind: str) -> dict[str, Any]:
 
     outcomes = run_ranks(body, 2, init=False)
     # A process whose context is broken may end with an abort of the CUDA runtime, once it has reported its error.
-    _ok(outcomes, 0, 1)
+    check(outcomes)
     other, own = (outcomes[rank].value for rank in (0, 1))
     assert isinstance(other, dict) and isinstance(own, dict)
     for found in (other, own):
@@ -131,12 +120,12 @@ def illegal_address(kind: str) -> dict[str, Any]:
 
 
 EXITS = """
-import sys
+import os
 import torch, torch.distributed as dist
 from gpu.device import Device
-kind, path, ending, rank = sys.argv[1:4] + [int(sys.argv[4])]
+kind, ending, rank = os.environ["GPU_DEVICE"], os.environ["GPU_ENDING"], int(os.environ["RANK"])
 device = Device(kind, order="late", seed=rank)
-dist.init_process_group("accl", store=dist.FileStore(path, 2), rank=rank, world_size=2)
+dist.init_process_group("accl")
 tensor = torch.full((2_000_000,), 1.0 + rank, device=kind)
 device.compute(100)
 work = dist.all_reduce(tensor, async_op=True)
@@ -153,31 +142,16 @@ print("at the end", flush=True)
 
 def exits(kind: str, ending: str) -> dict[str, Any]:
     """Programs that end by the interpreter's own exit, with a call behind them or in flight."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-c", EXITS, kind, os.path.join(folder, "store"), ending]
-        begin = time.monotonic()
-        ranks = [
-            subprocess.Popen(
-                [*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=TESTS
-            )
-            for rank in (0, 1)
-        ]
-        try:
-            said = [rank.communicate(timeout=60) for rank in ranks]
-        except subprocess.TimeoutExpired:
-            raise AssertionError("a process did not end within 60 s") from None
-        finally:
-            for rank in ranks:
-                rank.kill()
-                rank.wait()
-    codes = [rank.returncode for rank in ranks]
-    errors = "\n".join(error for _, error in said)
+    begin = time.monotonic()
+    ranks = run_script(EXITS, 2, timeout=60, env={"GPU_DEVICE": kind, "GPU_ENDING": ending})
+    codes = [rank.exitcode for rank in ranks]
+    errors = "\n".join(rank.stderr for rank in ranks)
     assert not re.search("panick|Fatal|Segmentation|core dumped", errors), errors
     if ending == "raised":
-        assert codes[1] == 1 and codes[0] in (0, 1) and "on purpose" in said[1][1], (codes, errors)
+        assert codes[1] == 1 and codes[0] in (0, 1) and "on purpose" in ranks[1].stderr, (codes, errors)
     else:
         assert codes == [0, 0], (codes, errors)
-        assert all("at the end" in output for output, _ in said), said
+        assert all("at the end" in rank.stdout for rank in ranks), errors
     return {"seconds": round(time.monotonic() - begin, 1)}
 
 

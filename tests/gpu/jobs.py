@@ -8,6 +8,7 @@ Speed is not its subject.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import re
 import warnings
@@ -24,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from .device import Device
-from .report import Report, Skip
+from .report import Report, Skip, check
 
 STEPS = 3
 # How the package refuses tensors that are not on the CPU.
@@ -55,6 +56,9 @@ def compared(job: Job, kind: str, backend: str, world: int) -> None:
 
     def body(rank: int) -> str | None:
         Device(kind, seed=rank)
+        if backend == "cgx":
+            # The import registers the name.
+            importlib.import_module("torch_accl.compat.cgx")
         init_group(backend)
         expected = job("cpu", rank, world)
         try:
@@ -74,10 +78,7 @@ def compared(job: Job, kind: str, backend: str, world: int) -> None:
         return None
 
     outcomes = run_ranks(body, world, init=False, deadline=60)
-    bad = [outcome for outcome in outcomes if outcome.status != "ok"]
-    if bad:
-        last = (bad[0].trace.strip().splitlines() or [bad[0].status])[-1]
-        raise AssertionError("\n".join([f"rank {bad[0].rank}: {last}", *(outcome.describe() for outcome in outcomes)]))
+    check(outcomes)
     refused = [str(outcome.value) for outcome in outcomes if outcome.value]
     if refused:
         assert len(refused) == world, f"{len(refused)} of {world} ranks refused: {refused[0]}"
@@ -156,7 +157,7 @@ def ddp_reproducible(kind: str, rank: int, world: int) -> list[torch.Tensor]:
     from torch_accl import compression
 
     net = DistributedDataParallel(exact_net(kind))
-    net.register_comm_hook(None, compression.reproducible_hook)
+    net.register_comm_hook(compression.Reproducible(), compression.reproducible_hook)
     return steps(net, kind, rank)
 
 

@@ -1,4 +1,4 @@
-// Checks of c10d that torch before 2.13 lacks, for the tests with a GPU: decision 69. Users cannot build for such a torch.
+// Checks and a macro of c10d that torch before 2.13 lacks, for the tests with a GPU: decision 69. Users cannot build for such a torch.
 //
 // Included by cpp_shim/torch_compat.h. The build has this folder among its include folders only if ACCL_TEST_OLD_TORCH is set.
 #pragma once
@@ -8,6 +8,13 @@
 #include <vector>
 
 #include <ATen/ATen.h>
+#include <torch/csrc/distributed/c10d/ParamCommsUtils.hpp>
+
+// Records no asynchrony.
+#define RECORD_PARAM_COMMS_DATA_WITH_ASYNC_OP(number, group, inputs, outputs, rank, name, count_in, count_out, type, splits_in, splits_out, first, \
+                                              stride, world, is_async)                                                                             \
+  RECORD_PARAM_COMMS_DATA(number, group, inputs, outputs, rank, name, count_in, count_out, type, splits_in, splits_out, first, stride, world);     \
+  static_cast<void>(is_async)
 
 namespace c10d {
 

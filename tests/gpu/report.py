@@ -95,6 +95,16 @@ class Report:
         partial.replace(self._path)
 
 
+def check(outcomes: Sequence[Any], *ranks: int) -> None:
+    """Raises an error that shows all ranks, unless these ranks have succeeded; all ranks by default."""
+    wanted = [outcome for outcome in outcomes if outcome.rank in ranks or not ranks]
+    bad = next((outcome for outcome in wanted if outcome.status != "ok"), None)
+    if bad is None:
+        return
+    last = (bad.trace.strip().splitlines() or [bad.status])[-1]
+    raise AssertionError("\n".join([f"rank {bad.rank}: {last}", *(outcome.describe() for outcome in outcomes)]))
+
+
 def over_ranks(times: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:
     """Returns the median of each of several alternating measurements. A turn takes as long as on its slowest rank."""
     return {

@@ -68,6 +68,7 @@ def register(order: str = "early", seed: int = 1) -> Any:
         "current_device": torch.accelerator.current_device_index,
         "set_device": torch.accelerator.set_device_index,
         "current_stream": torch.accelerator.current_stream,
+        "stream": lambda stream: stream,
         "synchronize": torch.accelerator.synchronize,
         "Stream": torch.Stream,
         "Event": torch.Event,
