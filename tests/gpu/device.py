@@ -116,7 +116,7 @@ def _cycles_per_millisecond() -> float:
         end.record()
         end.synchronize()
         times.append(begin.elapsed_time(end))
-    return cycles / min(times)
+    return float(cycles / min(times))
 
 
 def allocate_and_free() -> None:
@@ -155,6 +155,16 @@ def _runtime() -> Any:
     if found is None:
         raise RuntimeError("torch has loaded no libcudart into this process")
     return ctypes.CDLL(found[1])
+
+
+def has_begun() -> bool:
+    """Whether this process has begun to use CUDA. Its forked children then cannot use it."""
+    with open("/proc/self/maps") as maps:
+        if "/libcuda.so" not in maps.read():
+            return False
+    count = ctypes.c_int()
+    not_initialized = 3
+    return int(ctypes.CDLL("libcuda.so.1").cuDeviceGetCount(ctypes.byref(count))) != not_initialized
 
 
 def _check(status: int, what: str) -> None:

@@ -30,7 +30,7 @@ def run(report: Report, kind: str, is_tiny: bool) -> None:
     report.case("a killed rank is named by the others", lambda: killed(kind, behind=0))
     report.case("a rank is killed behind 300 ms of computing", lambda: killed(kind, behind=300))
     report.case("an illegal address is reported on all ranks", lambda: illegal_address(kind))
-    for ending in ("destroyed", "waited", "in flight", "raised"):
+    for ending in ("in flight", "raised") if is_tiny else ("destroyed", "waited", "in flight", "raised"):
         report.case(f"a program ends: {ending}", lambda: exits(kind, ending))
     report.case("the card has its memory back", lambda: memory_is_back(kind))
 

@@ -8,7 +8,6 @@ Speed is not its subject.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import re
 import warnings
@@ -16,6 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch._dynamo  # optimizers and nets load it, which takes seconds: load it once here, not in every rank
 import torch.distributed as dist
 from support import bytes_equal, init_group, run_ranks
 from torch import nn
@@ -23,6 +23,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch_accl import compression
+from torch_accl.compat import cgx
+from torch_accl.compat import torchbraid as facade
+from torch_accl.compat.cgx_utils import CGXState, cgx_hook
+from torch_accl.layer_parallel import Cycle, LayerParallel, ode
 
 from .device import Device
 from .report import Report, Skip, check
@@ -56,9 +61,6 @@ def compared(job: Job, kind: str, backend: str, world: int) -> None:
 
     def body(rank: int) -> str | None:
         Device(kind, seed=rank)
-        if backend == "cgx":
-            # The import registers the name.
-            importlib.import_module("torch_accl.compat.cgx")
         init_group(backend)
         expected = job("cpu", rank, world)
         try:
@@ -128,8 +130,6 @@ def steps(net: nn.Module, kind: str, rank: int) -> list[torch.Tensor]:
 
 
 def quantized_calls(kind: str, rank: int, world: int) -> list[torch.Tensor]:
-    from torch_accl import compression
-
     found = []
     for codec in ("maxmin:4", "maxmin:8,bucket=64", "bf16"):
         tensor = numbers(kind, (50_003,), rank, 1000)
@@ -145,8 +145,6 @@ def quantized_calls(kind: str, rank: int, world: int) -> list[torch.Tensor]:
 
 
 def ddp(kind: str, rank: int, world: int) -> list[torch.Tensor]:
-    from torch_accl import compression
-
     net = DistributedDataParallel(exact_net(kind), bucket_cap_mb=0.01)
     settings = compression.Compression("maxmin:4,bucket=64", min_elements=64, error_feedback=True)
     net.register_comm_hook(compression.CompressionState(settings, net), compression.ddp_hook)
@@ -154,16 +152,12 @@ def ddp(kind: str, rank: int, world: int) -> list[torch.Tensor]:
 
 
 def ddp_reproducible(kind: str, rank: int, world: int) -> list[torch.Tensor]:
-    from torch_accl import compression
-
     net = DistributedDataParallel(exact_net(kind))
     net.register_comm_hook(compression.Reproducible(), compression.reproducible_hook)
     return steps(net, kind, rank)
 
 
 def fsdp2(kind: str, rank: int, world: int) -> list[torch.Tensor]:
-    from torch_accl import compression
-
     net = exact_net(kind)
     mesh = init_device_mesh(kind, (world,))
     for layer in (net[0], net[2]):
@@ -190,8 +184,6 @@ def variables(**values: str) -> Iterator[None]:
 
 def cgx_script(kind: str, rank: int, world: int) -> list[torch.Tensor]:
     """What the README of torch_cgx shows, with the imports of this package."""
-    from torch_accl.compat.cgx_utils import CGXState, cgx_hook
-
     net = DistributedDataParallel(exact_net(kind))
     state = CGXState(None, layer_min_size=64, compression_params={"bits": 4, "bucket_size": 1024})
     net.register_comm_hook(state, cgx_hook)
@@ -199,8 +191,6 @@ def cgx_script(kind: str, rank: int, world: int) -> list[torch.Tensor]:
 
 
 def cgx_layers(kind: str, rank: int, world: int) -> list[torch.Tensor]:
-    from torch_accl.compat import cgx
-
     with variables(CGX_COMPRESSION_QUANTIZATION_BITS="4", CGX_COMPRESSION_BUCKET_SIZE="512"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         cgx.reset()
@@ -229,8 +219,6 @@ class Half(nn.Module):
 
 
 def _layer_parallel(kind: str, cycle: Any) -> list[torch.Tensor]:
-    from torch_accl.layer_parallel import LayerParallel, ode
-
     options = {} if cycle is None else {"fwd": cycle, "bwd": cycle}
     net = LayerParallel([ode(lambda number: Half(number).to(kind)) for _ in range(8)], horizon=4.0, **options)
     x = numbers(kind, (4, 4), 3)
@@ -244,18 +232,13 @@ def layer_parallel_exact(kind: str, rank: int, world: int) -> list[torch.Tensor]
 
 
 def layer_parallel_multigrid(kind: str, rank: int, world: int) -> list[torch.Tensor]:
-    from torch_accl.layer_parallel import Cycle
-
     return _layer_parallel(kind, Cycle(levels=2, factor=2, iterations=1))
 
 
 def torchbraid(kind: str, rank: int, world: int) -> list[torch.Tensor]:
-    from torch_accl.compat import torchbraid as facade
-    from torch_accl.compat.torchbraid import MPI
-
     made = iter(range(100))
     net = facade.LayerParallel(
-        MPI.COMM_WORLD, lambda: Half(next(made)), 8, Tf=4.0, max_fwd_levels=2, max_bwd_levels=2, max_iters=1
+        facade.MPI.COMM_WORLD, lambda: Half(next(made)), 8, Tf=4.0, max_fwd_levels=2, max_bwd_levels=2, max_iters=1
     ).to(kind)
     compose = net.comp_op()
     x = numbers(kind, (4, 4), 3)

@@ -26,6 +26,8 @@ def main() -> int:
     # As torchrun does. Ranks share the processor, and a rank must have one thread when it forks.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCH_FR_DUMP_ON_TIMEOUT", "0")
+    # torch then asks NVML whether there is a card, and begins no use of CUDA.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     if asked.part not in ("bench", "stream"):
         os.environ.setdefault("ACCL_CALIBRATION", "off")
 
@@ -44,7 +46,15 @@ def main() -> int:
         from support import standin
 
         standin.build()
-    importlib.import_module(f".{asked.part}", __package__).run(report, asked.device, asked.tiny)
+    # Ranks inherit what is loaded here.
+    importlib.import_module("torch_accl")
+    part = importlib.import_module(f".{asked.part}", __package__)
+    if importlib.import_module(".device", __package__).has_begun():
+        print(
+            "error: this process has begun to use CUDA, so its ranks cannot; find the import that does", file=sys.stderr
+        )
+        return 2
+    part.run(report, asked.device, asked.tiny)
     return report.end()
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch._dynamo  # FSDP2 loads it, which takes seconds: load it once here, not in every rank
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
