@@ -11,7 +11,7 @@ ARGS ?=
 export TORCH PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help aarch64 mpi test-mpi demo demo-device study study-layers codec-errors test test-quick test-all wheel sdist test-torch test-peers test-elastic test-device test-accelerator fuzz-world mutants bench bench-against scaling layer-plans bench-peers bench-lanes clean
+.PHONY: help aarch64 mpi test-mpi demo demo-device study study-layers codec-errors test test-quick test-all wheel sdist test-torch test-peers test-elastic test-device test-accelerator gpu-bundle test-gpu bench-gpu fuzz-world mutants bench bench-against scaling layer-plans bench-peers bench-lanes clean
 
 help: ## list the targets
 	@echo "make TARGET [TORCH=2.15.0] [PYTHON=python3] [ARGS='...']"
@@ -83,6 +83,16 @@ test-device: ## test groups with a device, through torch and below: all world si
 
 test-accelerator: ## test calls on tensors of an accelerator, on a stand-in, with its streams early, late and at random
 	@.ci/test_accelerator $(ARGS)
+
+gpu-bundle: ## pack wheel, tests and runner for a machine with a GPU that has torch 2.11 and CPython 3.12, but neither network nor Rust
+	@.ci/tools
+	@.ci/gpu_bundle $(ARGS)
+
+test-gpu: ## test calls on tensors of this machine's GPU; says "no GPU" without one; ARGS='--device standin --tiny'
+	@.ci/gpu --part order,end,jobs,suite $(ARGS)
+
+bench-gpu: ## measure calls on tensors of this machine's GPU, next to copies and gloo: docs/performance/accelerators.md
+	@.ci/gpu --part bench,stream $(ARGS)
 
 fuzz-world: ## run simulated worlds with random seeds for HOURS=1, on every core
 	@HOURS=$(HOURS) .ci/fuzz_world

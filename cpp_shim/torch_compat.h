@@ -15,7 +15,7 @@
   (TORCH_VERSION_MAJOR > (major) || (TORCH_VERSION_MAJOR == (major) && TORCH_VERSION_MINOR >= (minor)))
 
 #if !ACCL_TORCH_AT_LEAST(2, 13)
-#error "torch_accl needs torch 2.13 or newer"
+#include "old_torch.h"  // in tests/gpu: users need torch 2.13 or newer
 #endif
 
 // Versions of torch and of pybind11's internals that a module is compiled for, one per line, from the headers.

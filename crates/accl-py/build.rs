@@ -46,13 +46,21 @@ const SOURCES: &[&str] = &[
 /// Environment variable set for lints, which check the module without linking it.
 const WITHOUT_SHIM: &str = "ACCL_WITHOUT_SHIM";
 
+/// The oldest torch that users can build for.
+const FIRST_TORCH: (u32, u32) = (2, 13);
+
+/// Environment variable that allows an older torch, for the tests with a GPU alone (decision 69). Their folder has the
+/// header `old_torch.h`, which supplies what such a torch lacks.
+const OLD_TORCH: &str = "ACCL_TEST_OLD_TORCH";
+const OLD_TORCH_FOLDER: &str = "tests/gpu";
+
 fn main() {
     let root = Path::new(&variable("CARGO_MANIFEST_DIR")).join("../..").canonicalize().expect("the repository's root");
     let shim = root.join("cpp_shim");
     for path in [Path::new("src/bridge.rs"), Path::new("build.rs"), &shim] {
         println!("cargo::rerun-if-changed={}", path.display());
     }
-    for name in ["TORCH", "PYO3_PYTHON", WITHOUT_SHIM] {
+    for name in ["TORCH", "PYO3_PYTHON", WITHOUT_SHIM, OLD_TORCH] {
         println!("cargo::rerun-if-env-changed={name}");
     }
 
@@ -67,7 +75,7 @@ fn main() {
     if env::var_os(WITHOUT_SHIM).is_some() {
         return;
     }
-    compile(&shim, &torch);
+    compile(&root, &shim, &torch);
     println!("cargo::rustc-link-search=native={}", torch.libraries.display());
     // Each library is named, because the module must list its dependencies: torch's libraries are loaded privately.
     // There is no rpath, because torch is imported first.
@@ -76,7 +84,7 @@ fn main() {
     }
 }
 
-fn compile(shim: &Path, torch: &Torch) {
+fn compile(root: &Path, shim: &Path, torch: &Torch) {
     // One translation unit: nine tenths of each file's compile time are spent in torch's headers.
     let whole = Path::new(&variable("OUT_DIR")).join("shim.cpp");
     let includes = SOURCES.iter().map(|source| format!("#include \"{source}\"\n")).collect::<String>();
@@ -100,6 +108,9 @@ fn compile(shim: &Path, torch: &Torch) {
         .flag("-Werror=switch");
     for include in &torch.includes {
         build.flag("-isystem").flag(include);
+    }
+    if torch.is_old() {
+        build.include(root.join(OLD_TORCH_FOLDER));
     }
     build.compile("accl_shim");
 }
@@ -143,7 +154,19 @@ impl Torch {
         minor_of(&self.version)
     }
 
+    /// Whether users cannot have this torch.
+    fn is_old(&self) -> bool {
+        let mut parts = self.version.split('.').map(|part| part.parse().unwrap_or(u32::MAX));
+        (parts.next().unwrap_or(0), parts.next().unwrap_or(0)) < FIRST_TORCH
+    }
+
     fn refuse_unless_wanted(&self, minor: &str) {
+        let (first, second) = FIRST_TORCH;
+        assert!(
+            !self.is_old() || env::var_os(OLD_TORCH).is_some(),
+            "this interpreter has torch {}, and torch_accl needs torch {first}.{second} or newer: install that",
+            self.version
+        );
         let wanted = wanted();
         assert!(
             minor == wanted,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
+import os
 import re
 import sys
 from collections.abc import Mapping
@@ -25,6 +26,9 @@ _HERE = Path(__file__).parent
 # `_native_torch_2_15.cpython-311-x86_64-linux-gnu.so`: torch's minor version, then the suffix of the interpreter.
 _FILE = re.compile(r"_native_torch_(\d+)_(\d+)(\..+)")
 _SUFFIX = importlib.machinery.EXTENSION_SUFFIXES[0]
+# The oldest torch that is supported. With the variable, a module for an older one loads: for tests with a GPU alone.
+_FIRST = (2, 13)
+_OLD_TORCH = "ACCL_TEST_OLD_TORCH"
 
 
 def load_native() -> ModuleType:
@@ -72,7 +76,12 @@ def refusal(running: str, built_for: list[str]) -> str | None:
     """Returns why builds for `built_for` cannot run with torch `running`, or None if one of them can."""
     minor = minor_of(running)
     if minor in built_for:
-        return None
+        if tuple(map(int, minor.split("."))) >= _FIRST or _OLD_TORCH in os.environ:
+            return None
+        return (
+            f"torch {running} is older than torch {_FIRST[0]}.{_FIRST[1]}, the oldest that torch_accl supports; this build of "
+            "torch_accl is for tests with a GPU alone, so install a newer torch and build torch_accl for it"
+        )
     if not built_for:
         return (
             f"torch_accl was not built: this is its source folder. Install it with `TORCH={minor} pip install .` or "

@@ -108,6 +108,15 @@ def _arguments() -> argparse.Namespace:
         help="give each test's ranks places in a job of this mpirun and use the transport mpi alone, of the package in FOLDER, which was "
         "built for its library (make test-mpi does)",
     )
+    parser.add_argument(
+        "--one-card",
+        action="store_true",
+        help="let all ranks use card 0, and report a card for each rank to the suite",
+    )
+    parser.add_argument(
+        "--shard", type=_shard, default=(1, 1), metavar="I/N", help="only every Nth test, from the Ith on"
+    )
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no test after this time")
     parser.add_argument("--list", action="store_true", help="list the tests and stop")
     parser.add_argument("-v", "--verbose", action="store_true", help="one line per test")
     return parser.parse_args()
@@ -118,6 +127,13 @@ def _worlds(text: str) -> list[int]:
     if any(world < 1 for world in worlds):
         raise argparse.ArgumentTypeError("a world has at least one rank")
     return worlds
+
+
+def _shard(text: str) -> tuple[int, int]:
+    first, _, number = text.partition("/")
+    if not (first.isdecimal() and number.isdecimal() and 1 <= int(first) <= int(number)):
+        raise argparse.ArgumentTypeError(f"expected I/N with I from 1 to N, got {text}")
+    return int(first), int(number)
 
 
 def _as(alias: str | None) -> list[str]:
@@ -138,11 +154,13 @@ def _one_world(args: argparse.Namespace, world: int) -> int:
         gaps=tuple(args.gap),
         direct_monitored_barrier=args.direct_monitored_barrier,
         mpirun=_mpirun(args.mpi),
+        one_card=args.one_card,
     )
     gpus = torch.cuda.device_count()
     suite = Suite(setup)
     every = suite.names()
-    chosen = [name for name in every if _chosen(name, args.select, args.exclude)]
+    first, number = args.shard
+    chosen = [name for name in every if _chosen(name, args.select, args.exclude)][first - 1 :: number]
     if args.list:
         print("\n".join(chosen))
         return 0
@@ -150,7 +168,7 @@ def _one_world(args: argparse.Namespace, world: int) -> int:
     print(f"{title}: {len(chosen)} of {len(every)} tests, torch {torch.__version__}", flush=True)
     begin = time.monotonic()
     known = compare.known(setup.backend, torch.__version__, setup.direct_monitored_barrier)
-    tests = _run_tests(suite, chosen, known, args.verbose)
+    tests = _run_tests(suite, chosen, known, args.verbose, begin + args.seconds)
     run: dict[str, Any] = {
         "backend": setup.backend,
         "aliases": list(setup.aliases),
@@ -197,13 +215,21 @@ def _chosen(name: str, select: str | None, exclude: str | None) -> bool:
     return (not select or re.search(select, name) is not None) and not (exclude and re.search(exclude, name))
 
 
-def _run_tests(suite: Any, names: list[str], known: Container[str], verbose: bool) -> dict[str, dict[str, Any]]:
+def _run_tests(
+    suite: Any, names: list[str], known: Container[str], verbose: bool, until: float
+) -> dict[str, dict[str, Any]]:
     tests: dict[str, dict[str, Any]] = {}
     live = sys.stdout.isatty() and not verbose
     for index, name in enumerate(names, 1):
+        if time.monotonic() > until:
+            print(f"time is up: {len(names) - index + 1} tests are left out", flush=True)
+            break
         if live:
             print(f"\r\033[K[{index}/{len(names)}] {name}", end="", flush=True)
-        outcome = suite.run(name)
+        outcome = suite.run(name, until)
+        if outcome.kind == "timeout" and time.monotonic() > until:
+            print(f"time is up: {name} was ended, {len(names) - index} tests are left out", flush=True)
+            break
         tests[name] = {"outcome": outcome.kind, "seconds": round(outcome.seconds, 2), "reason": outcome.reason}
         if live:
             print("\r\033[K", end="")

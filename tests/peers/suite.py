@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from . import mpi
+from . import mpi, one_card
 from .alias import Alias, plain
 
 MODULE = "torch.testing._internal.distributed.distributed_test"
@@ -46,6 +46,8 @@ class Setup:
     direct_monitored_barrier: bool = False
     # Command that starts MPI jobs; None if the ranks have no places in an MPI job.
     mpirun: str | None = None
+    # Whether all ranks use card 0, and the suite takes it for several cards.
+    one_card: bool = False
 
 
 @dataclass(frozen=True)
@@ -64,14 +66,14 @@ class Suite:
         self.setup = setup
         self._scratch = tempfile.TemporaryDirectory(prefix="accl-peers-")
         self._module = _load(setup, self._scratch.name)
-        self._case = _case_class(self._module, setup.mpirun)
+        self._case = _case_class(self._module, setup)
 
     def names(self) -> list[str]:
         """All tests, in the order in which the suite's loader finds them."""
         return list(unittest.defaultTestLoader.getTestCaseNames(self._case))
 
-    def run(self, name: str) -> Outcome:
-        """Runs one test under the time limit and leaves no process behind."""
+    def run(self, name: str, until: float = float("inf")) -> Outcome:
+        """Runs one test under the time limit, at most until then on the monotonic clock, and leaves no process behind."""
         begin = time.monotonic()
         method = getattr(self._case, name)
         if getattr(method, "__unittest_skip__", False):
@@ -85,7 +87,7 @@ class Suite:
             os.close(reader)
             _child(self._case, name, writer, log_path)
         os.close(writer)
-        raw = _read_until_end(reader, begin + self.setup.timeout_s + GRACE_S)
+        raw = _read_until_end(reader, min(begin + self.setup.timeout_s, until) + GRACE_S)
         os.close(reader)
         # The child leads a process group, so this also ends ranks that a broken test left behind.
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -179,6 +181,10 @@ def _load(setup: Setup, scratch: str) -> ModuleType:
         DISTRIBUTED_TESTS_DEFAULT_TIMEOUT=str(int(setup.timeout_s)),
         BACKEND=_TOKEN,
     )
+    if setup.one_card:
+        # Ranks are forked, and a process that has begun to use CUDA cannot pass it on.
+        os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+        one_card.install(setup.world)
     _register(setup.backend)
     common = importlib.import_module("torch.testing._internal.common_distributed")
     common.TIMEOUT_OVERRIDE.clear()
@@ -251,7 +257,7 @@ def _replace_monitored_barrier() -> None:
     dist.monitored_barrier = monitored_barrier
 
 
-def _case_class(module: ModuleType, mpirun: str | None) -> type[unittest.TestCase]:
+def _case_class(module: ModuleType, setup: Setup) -> type[unittest.TestCase]:
     multiprocessing = importlib.import_module("torch.multiprocessing")
     jobs: list[mpi.Job] = []
 
@@ -260,9 +266,9 @@ def _case_class(module: ModuleType, mpirun: str | None) -> type[unittest.TestCas
 
         def setUp(self) -> None:
             super().setUp()
-            if mpirun is not None:
+            if setup.mpirun is not None:
                 # Start the job before the ranks: they are forked with the places of all ranks, and each adopts its own.
-                jobs.append(mpi.start(mpirun, int(self.world_size)))
+                jobs.append(mpi.start(setup.mpirun, int(self.world_size)))
             self._start_processes(multiprocessing.get_context("fork").Process)
             self.started = len(self.processes)
 
@@ -279,6 +285,7 @@ def _case_class(module: ModuleType, mpirun: str | None) -> type[unittest.TestCas
                 jobs[0].processes[rank].adopt()
                 for connection in jobs[0].connections:
                     connection.close()
-            super()._run(rank, test_name, file_name, pipe, **kwargs)
+            with one_card.Mapped() if setup.one_card else contextlib.nullcontext():
+                super()._run(rank, test_name, file_name, pipe, **kwargs)
 
     return PeersTest

@@ -2,7 +2,8 @@
 
 `install` wraps the methods of `ProcessGroup`: a call's tensors are moved to the device with their strides, offsets and
 shared storages, and its results are copied back when the call has been waited for. Bodies of tests do not change, and
-neither do the results that they expect. `ACCL_TEST_ORDER` selects the order of the device's streams.
+neither do the results that they expect. `ACCL_TEST_ORDER` selects the order of the device's streams; `cuda` selects a card
+instead, which all ranks share.
 """
 
 import functools
@@ -43,6 +44,10 @@ METHODS = [
 ]
 
 
+# The device type to which tensors are moved.
+_device = "standin"
+
+
 class Moved:
     """The tensors of one call on the device."""
 
@@ -60,8 +65,8 @@ class Moved:
         if storage.data_ptr() not in self.storages or not storage.data_ptr():
             with torch.no_grad():
                 whole = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),))
-                self.storages[storage.data_ptr()] = whole.to("standin").untyped_storage()
-        there = torch.empty(0, dtype=value.dtype, device="standin")
+                self.storages[storage.data_ptr()] = whole.to(_device).untyped_storage()
+        there = torch.empty(0, dtype=value.dtype, device=_device)
         there.set_(self.storages[storage.data_ptr()], value.storage_offset(), value.shape, value.stride())
         there = there.conj() if value.is_conj() else there
         there = there._neg_view() if value.is_neg() else there
@@ -114,7 +119,12 @@ def install(order: str, rank: int) -> None:
     """Registers the device, and wraps the methods for the life of this process. In the order `mixed`, ranks with even
     numbers keep their tensors in host memory.
     """
-    standin.register("random" if order == "mixed" else order, seed=rank)
+    if order == "cuda":
+        global _device
+        _device = order
+        torch.cuda.set_device(0)
+    else:
+        standin.register("random" if order == "mixed" else order, seed=rank)
     if order == "mixed" and rank % 2 == 0:
         return
     group = dist.ProcessGroup
@@ -136,7 +146,7 @@ def install(order: str, rank: int) -> None:
 def _wrapped(method: Any) -> Any:
     @functools.wraps(method)
     def call(group: Any, *arguments: Any, **options: Any) -> Any:
-        if "standin:accl" not in str(dist.get_backend_config(group)):
+        if f"{_device}:accl" not in str(dist.get_backend_config(group)):
             return method(group, *arguments, **options)
         moved = Moved()
         arguments, options = moved.move(arguments), {key: moved.move(value) for key, value in options.items()}

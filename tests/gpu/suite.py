@@ -1,0 +1,125 @@
+"""Part `suite`: the tests of PyTorch's own distributed suite that need a GPU, over accl and over gloo, all ranks on card 0.
+
+`tests/peers` runs the suite and maps every card to card 0 (`one_card.py`). Both backends run at the same time, in shards:
+a test takes seconds, most of them to create contexts. A test that gloo passes and accl does not is a failure. On the stand-in,
+which the suite does not know, a few tests of CPU tensors run, so that this module is tested.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from peers import compare
+from peers.suite import GRACE_S
+
+from .report import Report
+
+TESTS = Path(__file__).resolve().parents[1]
+BASELINES = TESTS / "peers" / "baseline"
+BACKENDS = ("accl", "gloo")
+SHARDS = 4
+# Tests of the run on the stand-in.
+FEW = "^test_(all_reduce_sum|barrier|send_recv|broadcast)$"
+
+
+def run(report: Report, kind: str, is_tiny: bool) -> None:
+    report.case("tests that need a GPU", lambda: compared(report, kind), least_seconds=20)
+
+
+def compared(report: Report, kind: str) -> Mapping[str, Any]:
+    is_card = kind == "cuda"
+    names = gpu_tests(torch.__version__) if is_card else FEW
+    shards = SHARDS if is_card else 1
+    # A test that has begun may take GRACE_S longer.
+    seconds = max(15.0, report.seconds_left() - GRACE_S - 5)
+    until = time.monotonic() + seconds + GRACE_S + 3
+    runs = {backend: _run(backend, names, shards, is_card, seconds) for backend in BACKENDS}
+    found = {backend: _gathered(*runs[backend], until=until) for backend in BACKENDS}
+    known = compare.known("accl", torch.__version__, False)
+    both = found["accl"].keys() & found["gloo"].keys()
+    passed = {backend: {name for name in both if tests[name]["outcome"] == "pass"} for backend, tests in found.items()}
+    lost = sorted(passed["gloo"] - passed["accl"] - known.keys())
+    unfinished = sorted(found["accl"].keys() ^ found["gloo"].keys())
+    counts = {
+        backend: {kind: sum(test["outcome"] == kind for test in tests.values()) for kind in compare.KINDS}
+        for backend, tests in found.items()
+    }
+    for name in lost:
+        report.case(f"lost: {name}", lambda: _fail(found["accl"][name]))
+    reasons: dict[str, int] = {}
+    for name in both:
+        if found["accl"][name]["outcome"] == "skip":
+            reason = found["accl"][name]["reason"].splitlines()[0] if found["accl"][name]["reason"] else "no reason"
+            reasons[reason] = reasons.get(reason, 0) + 1
+    bad = {name: found["accl"][name]["reason"][-400:] for name in both if found["accl"][name]["outcome"] in compare.BAD}
+    result = {
+        "counts": counts,
+        "lost": lost,
+        "gained": sorted(passed["accl"] - passed["gloo"]),
+        "not run on both": unfinished,
+        "skips": reasons,
+        "failed here and on gloo": {name: text for name, text in bad.items() if name not in lost},
+    }
+    print(json.dumps(result, indent=1), flush=True)
+    assert both, "no test has run on both backends"
+    return result
+
+
+def _fail(test: Mapping[str, Any]) -> None:
+    raise AssertionError(f"passes on gloo, here {test['outcome']}: {test['reason'][-3000:]}")
+
+
+def gpu_tests(version: str) -> str:
+    """Returns a regular expression for the tests that a machine without a GPU skips over gloo, from the stored baseline."""
+    path = BASELINES / f"gloo-torch{compare.minor(version)}-world2.json"
+    # A torch that is older than all baselines has about the tests of the oldest.
+    path = path if path.exists() else sorted(BASELINES.glob("gloo-torch*-world2.json"))[0]
+    return "^(" + "|".join(sorted(compare.named(compare.load(path), "skip"))) + ")$"
+
+
+def _run(
+    backend: str, names: str, shards: int, is_card: bool, seconds: float
+) -> tuple[list[subprocess.Popen[str]], list[Path]]:
+    """Starts the suite over a backend, in processes that share its tests."""
+    folder = Path(tempfile.mkdtemp(prefix="accl-suite-"))
+    processes, paths = [], []
+    for number in range(shards):
+        paths.append(folder / f"{number}.json")
+        command = [sys.executable, "-m", "peers", "--backend", backend, "--world", "2", "--baseline", "none"]
+        command += ["--select", names, "--json", str(paths[-1]), "--shard", f"{number + 1}/{shards}", "--timeout", "60"]
+        command += ["--seconds", str(seconds), *(["--one-card"] if is_card else [])]
+        processes.append(
+            subprocess.Popen(
+                command, cwd=TESTS, text=True, stdout=sys.stdout, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        )
+    return processes, paths
+
+
+def _gathered(processes: list[subprocess.Popen[str]], paths: list[Path], until: float) -> dict[str, dict[str, Any]]:
+    """Waits for the processes, and returns the tests that they have run, by name."""
+    try:
+        for process in processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(1.0, until - time.monotonic()))
+    finally:
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    tests: dict[str, dict[str, Any]] = {}
+    for path in paths:
+        if path.exists():
+            tests |= compare.load(path)["tests"]
+    return tests
