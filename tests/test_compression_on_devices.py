@@ -178,6 +178,20 @@ def test_a_model_trains_alike_on_both_devices(rank, world, order):
 
 
 @on_ranks(2, fresh=True, init=False)
+def test_ranks_with_gradients_on_different_devices_train_together(rank, world, monkeypatch):
+    start(rank)
+    monkeypatch.setattr(_auto, "_times", lambda codecs, *_: {codec: 100.0 - len(codec) for codec in codecs})
+
+    def program(device):
+        model, state = compressed(device)
+        parameters = train(model, rank, device, range(3))
+        model, chosen = compressed(device, Compression("auto", min_elements=64))
+        return parameters, residuals_of(state), train(model, rank, device, range(3)), chosen.explain()
+
+    assert_equal(program("cpu"), program("standin" if rank else "cpu"))
+
+
+@on_ranks(2, fresh=True, init=False)
 @ORDERS
 def test_modules_of_fsdp2_train_alike_on_both_devices(rank, world, order):
     module = start(rank, order)
@@ -470,7 +484,7 @@ def test_a_scope_encodes_calls_on_both_devices(rank, world):
     assert not check_alike(program).equal(sum(contribution(other) for other in range(world)))
 
 
-@on_ranks(2, fresh=True, init=False)
+@on_ranks(1, 2, fresh=True, init=False)
 @ORDERS
 def test_reproducible_sums_are_alike_on_both_devices(rank, world, order):
     module = start(rank, order)
@@ -651,6 +665,22 @@ def test_a_group_in_which_accl_serves_only_the_device_compresses_there(rank, wor
     ):
         with pytest.raises(RuntimeError, match=what):
             call()
+
+
+@on_ranks(2, fresh=True, init=False, env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
+def test_calls_and_hooks_work_with_detailed_debugging_on_devices(rank, world):
+    dist.set_debug_level_from_env()
+    start(rank)
+    assert hasattr(dist.group.WORLD._get_backend(torch.device("standin")), "wrapped_pg")
+
+    def program(device):
+        model, _ = compressed(device)
+        tensor = contributions(rank, device)
+        compression.all_reduce_quantized(tensor, compression="maxmin:4", step=1)
+        compression.all_reduce_reproducible(tensor)
+        return tensor.cpu(), train(model, rank, device, range(2))
+
+    check_alike(program)
 
 
 @on_ranks(2, fresh=True, init=False)
