@@ -9,6 +9,7 @@ import gc
 import io
 import time
 import warnings
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -19,7 +20,7 @@ from support import init_group, on_ranks, standin
 from support.training import contribution, decide, residuals_of, same_on_all
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch_accl import Options, _native, compression
@@ -131,7 +132,7 @@ def made(device, **options):
 def step_of(model, rank, number, device):
     """Runs one backward pass."""
     drawn = torch.Generator().manual_seed(1000 * rank + number)
-    shapes = [whole(parameter).shape for parameter in model.parameters()]
+    shapes = [parameter.shape for parameter in model.parameters()]
     targets = [torch.randn(shape, generator=drawn).to(device) for shape in shapes]
     model(targets).backward()
 
@@ -177,6 +178,20 @@ def test_a_model_trains_alike_on_both_devices(rank, world, order):
 
 
 @on_ranks(2, fresh=True, init=False)
+def test_ranks_with_gradients_on_different_devices_train_together(rank, world, monkeypatch):
+    start(rank)
+    monkeypatch.setattr(_auto, "_times", lambda codecs, *_: {codec: 100.0 - len(codec) for codec in codecs})
+
+    def program(device):
+        model, state = compressed(device)
+        parameters = train(model, rank, device, range(3))
+        model, chosen = compressed(device, Compression("auto", min_elements=64))
+        return parameters, residuals_of(state), train(model, rank, device, range(3)), chosen.explain()
+
+    assert_equal(program("cpu"), program("standin" if rank else "cpu"))
+
+
+@on_ranks(2, fresh=True, init=False)
 @ORDERS
 def test_modules_of_fsdp2_train_alike_on_both_devices(rank, world, order):
     module = start(rank, order)
@@ -196,6 +211,17 @@ def test_modules_of_fsdp2_train_alike_on_both_devices(rank, world, order):
         found = check_alike(lambda device, shape=shape: program(device, shape))
         assert found["traffic"][0] > 2 * found["traffic"][1] > 0
     check_no_faults(module)
+
+
+@on_ranks(2, fresh=True, init=False)
+def test_gradients_of_offloaded_parameters_are_reduced_on_the_device_of_their_mesh(rank, world):
+    start(rank, "late", "standin:accl")
+    mesh = init_device_mesh("standin", (world,))
+    model = fully_shard(net("standin"), mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    state = compression.CompressionState(replace(FEEDBACK, audit=0), model)
+    compression.apply_fsdp2(model, state)
+    step_of(model, rank, 0, "standin")
+    assert next(model.parameters()).grad.device.type == "cpu" and state.traffic.ratio > 2
 
 
 @on_ranks(2, fresh=True, init=False)
@@ -458,7 +484,7 @@ def test_a_scope_encodes_calls_on_both_devices(rank, world):
     assert not check_alike(program).equal(sum(contribution(other) for other in range(world)))
 
 
-@on_ranks(2, fresh=True, init=False)
+@on_ranks(1, 2, fresh=True, init=False)
 @ORDERS
 def test_reproducible_sums_are_alike_on_both_devices(rank, world, order):
     module = start(rank, order)
@@ -555,19 +581,40 @@ def test_the_future_of_several_calls_completes_behind_all_results(rank, world, o
     check_no_faults(module)
 
 
+class Call:
+    """A Work whose call completes when the test sets its future."""
+
+    def __init__(self, device):
+        self.future = torch.futures.Future(devices=[device])
+
+    def get_future(self):
+        return self.future
+
+
+@on_ranks(1, fresh=True, init=False)
+@ORDERS
+def test_the_future_of_several_calls_waits_for_the_streams_of_all(rank, world, order):
+    module, device = start(rank, order), torch.device("standin", 0)
+    source, result, other, seen = (torch.full((9,), value, device=device) for value in (7.0, 0.0, 0.0, 0.0))
+    calls, streams = [Call(device), Call(device)], [torch.Stream(device) for _ in range(3)]
+    joined = future_of(calls, lambda: result, device)
+    torch.accelerator.synchronize()
+    for call, stream, target, steps in zip(calls, streams, (result, other), (50, 0), strict=False):
+        with stream:
+            module.compute(steps)
+            target.copy_(source)
+            call.future.set_result([target])
+    with streams[2]:
+        seen.copy_(joined.wait())
+    streams[2].synchronize()
+    assert (seen.cpu() == 7).all()
+
+
 @on_ranks(2, fresh=True, init=False)
 def test_the_future_of_several_calls_on_a_device_has_the_first_error(rank, world):
     start(rank)
     device = torch.device("standin", 0)
-
-    class Call:
-        def __init__(self):
-            self.future = torch.futures.Future(devices=[device])
-
-        def get_future(self):
-            return self.future
-
-    calls = [Call() for _ in range(3)]
+    calls = [Call(device) for _ in range(3)]
     joined = future_of(calls, lambda: "joined", device)
     calls[2].future.set_exception(ValueError("third"))
     calls[1].future.set_exception(ValueError("second"))
@@ -618,6 +665,22 @@ def test_a_group_in_which_accl_serves_only_the_device_compresses_there(rank, wor
     ):
         with pytest.raises(RuntimeError, match=what):
             call()
+
+
+@on_ranks(2, fresh=True, init=False, env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
+def test_calls_and_hooks_work_with_detailed_debugging_on_devices(rank, world):
+    dist.set_debug_level_from_env()
+    start(rank)
+    assert hasattr(dist.group.WORLD._get_backend(torch.device("standin")), "wrapped_pg")
+
+    def program(device):
+        model, _ = compressed(device)
+        tensor = contributions(rank, device)
+        compression.all_reduce_quantized(tensor, compression="maxmin:4", step=1)
+        compression.all_reduce_reproducible(tensor)
+        return tensor.cpu(), train(model, rank, device, range(2))
+
+    check_alike(program)
 
 
 @on_ranks(2, fresh=True, init=False)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import Work
+from torch.distributed.tensor import DTensor
 
 from .. import _native
 from ._agreement import Progress, check_progress, check_settings, reduced
@@ -117,7 +118,7 @@ class CompressionState(OfGroup):
         for parameter in self._parameters:
             # A parameter on meta has no memory yet.
             if not parameter.is_meta:
-                self.check_device(parameter.device)
+                self.check_device(_device_of_gradient(parameter))
         self._plans: dict[tuple[object, ...], Plan] = {}
         # Figures of replaced plans, by name.
         self._past: dict[str, _Figures] = {}
@@ -575,6 +576,11 @@ def _add_figures(figures: dict[str, _Figures], plan: Plan) -> None:
             raw, sent = raw + totals.calls * plan.raw_bytes[index], sent + totals.calls * plan.sent_bytes[index]
             elements += totals.calls * (plan.raw_bytes[index] // plan.item_bytes)
         figures[name] = sums, raw, sent, elements
+
+
+def _device_of_gradient(parameter: torch.Tensor) -> torch.device:
+    """Returns the device on which a gradient is reduced: offloaded parameters of FSDP2 are on another one."""
+    return torch.device(parameter.device_mesh.device_type) if isinstance(parameter, DTensor) else parameter.device
 
 
 def _residual(residuals: dict[str, torch.Tensor], name: str, blocks: int, elements: int) -> torch.Tensor:
