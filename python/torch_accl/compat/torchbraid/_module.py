@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ...layer_parallel import Norms
-from ...layer_parallel.extension import Batch, Model
+from ...layer_parallel.extension import Batch, Model, Wire
 from ._communicator import Comm
 from ._compose import Compose
 from ._root import at_root
@@ -366,8 +366,7 @@ def _check_device(ranks: Comm, device: torch.device) -> None:
     group = ranks.group
     if group is None or group.size() == 1 or device.type == "meta":
         return
-    known = {each.type for each in group._device_types}
-    if device.type not in known:
+    if Wire(group).route(device) is None:
         raise ValueError(
             f"the layers are on {device}, but the group {dist.get_backend_config(group)} has no backend for that device; create the group with one, "
             'as MPI.Init() or init_process_group("accl") does'
@@ -379,8 +378,8 @@ def explain_buffers(ranks: Comm, *, is_wanted: bool) -> None:
     group = ranks.group
     if not is_wanted or group is None or group.size() == 1:
         return
-    others = [each.type for each in group._device_types if each.type != "cpu"]
-    if not others:
+    wire = Wire(group)
+    if not any(kind != "cpu" and wire.route(torch.device(kind)) is not None for kind in wire.device_types):
         say_once(
             ranks,
             f"user_mpi_buf=True has no effect: states are sent from their own memory, and the group {dist.get_backend_config(group)} "

@@ -26,6 +26,8 @@ TAGS = {"forward": 0, "adjoint": 1}
 # Backends that put all messages of two ranks into one stream of the device, in the order of their calls. A receive there
 # holds up later sends.
 _IN_ONE_STREAM = ("nccl", "xccl")
+# Backends that send from CPU memory only, although torch registers them for other devices as well.
+_OF_THE_CPU = ("gloo",)
 
 
 class Wire:
@@ -35,6 +37,8 @@ class Wire:
         self.group = group
         self.rank = 0 if group is None else group.rank()
         self.size = 1 if group is None else group.size()
+        # Results of `route` by device type.
+        self._routes: dict[str, str] = {}
 
     @property
     def is_last(self) -> bool:
@@ -71,16 +75,24 @@ class Wire:
         """
         if self.group is None or self.size == 1:
             return ""
-        kinds = self.device_types
-        if device.type not in kinds:
-            return None
-        backend = self.group._get_backend(device)
-        return next(kind for kind in kinds if self.group._get_backend(torch.device(kind)) is backend)
+        if device.type not in self._routes:
+            kinds = self.device_types
+            if device.type not in kinds or (device.type != "cpu" and self._backend_of(device) in _OF_THE_CPU):
+                return None
+            backend = self.group._get_backend(device)
+            self._routes[device.type] = next(
+                kind for kind in kinds if self.group._get_backend(torch.device(kind)) is backend
+            )
+        return self._routes[device.type]
 
     def is_in_one_stream(self, device: torch.device) -> bool:
         """Returns whether a receive of a tensor of this device holds up sends to the same rank that are issued later."""
+        return self._backend_of(device) in _IN_ONE_STREAM
+
+    def _backend_of(self, device: torch.device) -> str:
+        """Returns the name of the backend for a device; empty if there is none."""
         pairs = (each.partition(":") for each in self.backends.split(","))
-        return any(kind == device.type and backend in _IN_ONE_STREAM for kind, _, backend in pairs)
+        return {kind: backend for kind, _, backend in pairs}.get(device.type, "")
 
     @property
     def backends(self) -> str:

@@ -255,7 +255,7 @@ def _refusal_of(batch: Batch, device: torch.device) -> BaseException | None:
     wire = batch.solver.wire
     if wire.route(device) is None:
         return ValueError(
-            f"states are on {device}, but the group {wire.backends} has no backend for {device.type}; create it with one, such as accl"
+            f"states are on {device}, but the group {wire.backends} has no backend that sends tensors of {device.type}; create it with one, such as accl"
         )
     if batch.plan.pipeline is not None and wire.size > 1 and wire.is_in_one_stream(device):
         return NotImplementedError(
