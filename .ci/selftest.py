@@ -312,6 +312,19 @@ class Layers(unittest.TestCase):
             path.write_text("//! A file.\n//!\n//! This file is long because of a table.\n" + "fn f() {}\n" * 600)
             self.assertEqual(list(layers.long_files("accl-types", Path(folder))), [])
 
+    def test_a_fifth_type_of_a_name_is_refused(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            source = Path(folder) / "accl-types" / "src"
+            source.mkdir(parents=True)
+            for number in range(4):
+                (source / f"f{number}.rs").write_text("pub(crate) struct State {}\n")
+            # Types of tests and associated types do not count.
+            (source / "other.rs").write_text("#[cfg(test)]\nstruct State;\nimpl A for B {\n    type State = u8;\n}\n")
+            self.assertEqual(list(layers.shared_names([source])), [])
+            (source / "other.rs").write_text("enum State { A }\n")
+            [problem] = layers.shared_names([source])
+            self.assertIn("5 types have the name State, and at most 4 may: rename one of accl-types/f0.rs", problem)
+
     def test_the_engine_may_neither_use_nor_name_an_offload(self) -> None:
         crates = [package("accl-cclo"), package("accl-engine", ("accl-cclo", None))]
         self.assertRegex("\n".join(layers.arrows(crates)), r"accl-engine -> accl-cclo \(normal\)")

@@ -30,11 +30,11 @@ pub(crate) struct PinnedMemory {
     pinning: Arc<dyn Pinning>,
     /// Maximum bytes of idle memory.
     most_idle: usize,
-    state: Mutex<State>,
+    state: Mutex<BlockPool>,
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct BlockPool {
     counts: PinnedCounts,
     /// Idle blocks by size. The blocks of one size are used last in, first out, because the last one is in the cache.
     idle: BTreeMap<usize, Vec<LentMemory>>,

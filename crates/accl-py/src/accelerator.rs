@@ -34,13 +34,13 @@ const MOST_STREAMS: usize = 256;
 pub(crate) struct TorchAccelerators {
     /// Maximum bytes of idle pinned memory.
     most_idle: u64,
-    state: Mutex<State>,
+    state: Mutex<DeviceTypes>,
     /// Set when nothing of torch may be called any more.
     is_over: Arc<AtomicBool>,
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct DeviceTypes {
     /// By device type. Few processes use two.
     types: HashMap<i8, Arc<accl_accelerator::Accelerators>>,
     /// Whether no new call may begin.
@@ -105,7 +105,7 @@ impl TorchAccelerators {
         TorchStreams { call: UntilTheEnd::new(call.clone(), &self.is_over), inputs, outputs }
     }
 
-    fn of_type(&self, state: &mut State, device_type: i8) -> Result<Arc<accl_accelerator::Accelerators>> {
+    fn of_type(&self, state: &mut DeviceTypes, device_type: i8) -> Result<Arc<accl_accelerator::Accelerators>> {
         if state.is_closing {
             return Err(over());
         }
@@ -141,13 +141,13 @@ impl TorchAccelerators {
         counts
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, DeviceTypes> {
         // The state is consistent at every step, so a panic of an earlier holder does not matter.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl State {
+impl DeviceTypes {
     /// Returns the side stream for a purpose, which is none of `others`.
     fn side_stream(&mut self, key: SideKey, others: &[i64], call: &AcceleratorCall) -> Result<i64> {
         if let Some(&stream) = self.side_streams.get(&key).filter(|stream| !others.contains(stream)) {
