@@ -70,7 +70,7 @@ def register(order: str = "early", seed: int = 1) -> Any:
         "device": _device,
         "current_stream": torch.accelerator.current_stream,
         "stream": _stream,
-        "synchronize": torch.accelerator.synchronize,
+        "synchronize": lambda device=None: torch.accelerator.synchronize(device),
         "Stream": torch.Stream,
         "Event": torch.Event,
         # Random numbers come from the generator of the host.
@@ -142,6 +142,9 @@ def batch_norm_kernels() -> torch.library.Library:
     def wide(value: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         return value.reshape(1, -1, *[1] * (x.dim() - 2))
 
+    def scale(invstd: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        return invstd if weight is None else invstd * weight
+
     def stats(x: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
         return x.mean(dims(x)), (x.var(dims(x), unbiased=False) + eps).rsqrt()
 
@@ -167,20 +170,21 @@ def batch_norm_kernels() -> torch.library.Library:
 
     def normalise(
         x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
         mean: torch.Tensor,
         invstd: torch.Tensor,
         eps: float,
     ) -> torch.Tensor:
-        return (x - wide(mean, x)) * wide(invstd * weight, x) + wide(bias, x)
+        scaled = (x - wide(mean, x)) * wide(scale(invstd, weight), x)
+        return scaled if bias is None else scaled + wide(bias, x)
 
     def sums(
         grad: torch.Tensor,
         x: torch.Tensor,
         mean: torch.Tensor,
         invstd: torch.Tensor,
-        weight: torch.Tensor,
+        weight: torch.Tensor | None,
         *needed: bool,
     ) -> tuple[torch.Tensor, ...]:
         product = (grad * (x - wide(mean, x))).sum(dims(x))
@@ -192,14 +196,14 @@ def batch_norm_kernels() -> torch.library.Library:
         x: torch.Tensor,
         mean: torch.Tensor,
         invstd: torch.Tensor,
-        weight: torch.Tensor,
+        weight: torch.Tensor | None,
         total: torch.Tensor,
         product: torch.Tensor,
         counts: torch.Tensor,
     ) -> torch.Tensor:
         count = counts.sum()
         centred = (x - wide(mean, x)) * wide(invstd**2 * product / count, x)
-        return (grad - wide(total / count, x) - centred) * wide(invstd * weight, x)
+        return (grad - wide(total / count, x) - centred) * wide(scale(invstd, weight), x)
 
     for name, kernel in {
         "batch_norm_stats": stats,
