@@ -89,6 +89,14 @@ def register() -> None:
         dist.Backend.register_backend(NAME, create_backend, extended_api=True, devices=devices)
     # Before torch 2.14 the backend was registered without the type that a package adds.
     dist.Backend.backend_capability[NAME] = devices
+    _native.Backend.perform_nocolor_split = _perform_nocolor_split  # type: ignore[method-assign]
+
+
+def _perform_nocolor_split(_backend: _native.Backend, _device: torch.device) -> None:
+    """Does nothing: only members create a group.
+
+    If the default group has a device, torch calls this on ranks that are not in a new group, as NCCL needs all ranks.
+    """
 
 
 def create_backend(group: Any, pg_options: _native.BackendOptions | None) -> _native.Backend:
