@@ -116,7 +116,7 @@ def nothing_is_lost(module: Any, *, but: tuple[str, ...] = ()) -> Iterator[None]
 def _kept(module: Any) -> dict[str, int]:
     """Returns what the device has counted, after everything that is no longer needed was let go."""
     gc.collect()
-    if dist.is_initialized() and hasattr(dist.group.WORLD._get_backend(torch.device("cpu")), "snapshot"):
+    if dist.is_initialized() and hasattr(_backend("cpu"), "snapshot"):
         # A message to itself lets the backend drop calls that are through.
         sent = dist.isend(torch.ones(1), dist.get_rank())
         dist.irecv(torch.ones(1), dist.get_rank()).wait()
@@ -124,12 +124,18 @@ def _kept(module: Any) -> dict[str, int]:
     for device in range(torch.accelerator.device_count()):
         torch.accelerator.synchronize(torch.device("standin", device))
     counts: dict[str, int] = module.counts()
-    if dist.is_initialized() and hasattr(backend := dist.group.WORLD._get_backend(torch.device("standin")), "snapshot"):
+    if dist.is_initialized() and hasattr(backend := _backend("standin"), "snapshot"):
         process = backend.snapshot()["process"]
         counts["pinned_in_use"] = process["pinned_bytes"]
         # Memory that is kept for later calls is not lost.
         counts["pinned_bytes"] -= process["idle_pinned_bytes"]
     return counts
+
+
+def _backend(device: str) -> Any:
+    """Returns the default group's backend for a type of devices, without the wrapper of detailed debugging."""
+    backend = dist.group.WORLD._get_backend(torch.device(device))
+    return getattr(backend, "wrapped_pg", backend)
 
 
 def batch_norm_kernels() -> torch.library.Library:
