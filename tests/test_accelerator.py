@@ -637,3 +637,205 @@ def test_memory_is_allocated_on_the_device_that_is_asked_for(rank):
     backend = dist.group.WORLD._get_backend(torch.device("standin"))
     tensor = backend.allocate_tensor(12, dtype=torch.float32, device=torch.device("standin:1"))
     assert (tensor.device, tensor.numel()) == (torch.device("standin:1"), 12)
+
+
+# --- symptoms that users of other backends have reported ---
+
+
+@on_ranks(2, fresh=True, init=False)
+@ORDERS
+def test_a_future_that_another_stream_waits_for_does_not_show_old_values(rank, order):
+    """gloo's futures did not know the streams of CUDA tensors (pytorch/pytorch#170812)."""
+    start(order, seed=rank)
+    tensors = [torch.full((50_000,), float(rank + index), device="standin") for index in range(6)]
+    futures = [dist.all_reduce(tensor, async_op=True).get_future() for tensor in tensors]
+    stream = torch.Stream("standin")
+    for index, (future, tensor) in enumerate(zip(futures, tensors, strict=True)):
+        with stream:
+            future.wait()
+            assert tensor[-1].item() == 2 * index + 1
+            assert future.value()[0] is tensor
+
+
+@on_ranks(1, 2, fresh=True, init=False)
+@ORDERS
+def test_a_batch_of_gathers_in_place_does_not_crash(rank, world, order):
+    """gloo's thread touched memory of the device (pytorch/pytorch#152645)."""
+    start(order, seed=rank)
+    for count in (10, 100_000):
+        wholes = [torch.zeros(count * world, device="standin") for _ in range(3)]
+        parts = [whole.view(world, count)[rank].fill_(float(10 * index + rank)) for index, whole in enumerate(wholes)]
+        with dist._coalescing_manager(async_ops=True) as batch:
+            for whole, part in zip(wholes, parts, strict=True):
+                dist.all_gather_into_tensor(whole, part)
+        batch.wait()
+        for index, whole in enumerate(wholes):
+            assert whole.cpu().view(world, count)[:, -1].tolist() == [10.0 * index + r for r in range(world)]
+        with dist._coalescing_manager(device=torch.device("standin"), async_ops=True) as batch:
+            for part, whole in zip(parts, wholes, strict=True):
+                dist.reduce_scatter_tensor(part, whole)
+        batch.wait()
+        assert [part[0].item() for part in parts] == [world * (10.0 * index + rank) for index in range(3)]
+
+
+@on_ranks(2, 3, fresh=True, init=False)
+@ORDERS
+def test_a_reduction_leaves_the_tensors_of_other_ranks_as_they_were(rank, world, order):
+    """gloo wrote parts of the sum there (pytorch/pytorch#21480)."""
+    start(order, seed=rank)
+    for count in (3, 100_000):
+        tensor = torch.full((count,), rank + 1.0, device="standin")
+        work = dist.reduce(tensor, 1, async_op=True)
+        work.wait()
+        dist.reduce(tensor, 1)
+        total = world * (world + 1) / 2
+        assert (tensor.cpu() == (total + total - 2 if rank == 1 else rank + 1)).all()
+
+
+@on_ranks(2, fresh=True, init=False)
+@pytest.mark.parametrize("backend", ["accl", "cpu:gloo,standin:accl", "cpu:accl,standin:accl"])
+def test_a_group_with_a_device_of_its_own_splits_and_ends(rank, backend):
+    """Groups created with `device_id` connect at once, and could not be split or had no barrier (pytorch/pytorch#191954)."""
+    module = standin.register("late", rank + 1)
+    device = torch.device("standin", rank)
+    torch.accelerator.set_device_index(rank)
+    init_group(backend, device_id=device)
+    dist.barrier(device_ids=[rank])
+    whole = dist.new_group(device_id=device)
+    groups = [(None, 2), (whole, 2)]
+    # gloo refuses options of other backends.
+    groups += [] if "gloo" in backend else [(dist.split_group(split_ranks=[[0], [1]]), 1)]
+    for group, ranks in groups:
+        tensor = torch.full((1000,), 3.0, device=device)
+        dist.all_reduce(tensor, group=group)
+        assert (tensor.cpu() == 3 * ranks).all()
+        dist.barrier(group=group)
+    dist.barrier()
+    dist.destroy_process_group(whole)
+    dist.destroy_process_group()
+    assert module.counts()["wrong_device"] == 0
+
+
+@on_ranks(3, fresh=True, init=False)
+@pytest.mark.parametrize("kind", ["accelerator", "cpu"])
+def test_ranks_outside_a_new_group_need_no_method_of_nccl_if_the_job_has_a_device(rank, kind):
+    """torch then calls `perform_nocolor_split` on ranks that are not in the group, and raised an AttributeError."""
+    if kind == "accelerator":
+        standin.register()
+    device = torch.device("standin" if kind == "accelerator" else "cpu", 0)
+    init_group(device_id=device)
+    group = dist.new_group([0, 2])
+    tensor = torch.ones(3, device=device)
+    if rank != 1:
+        dist.all_reduce(tensor, group=group)
+    assert tensor.cpu().tolist() == [1.0 if rank == 1 else 2.0] * 3
+    pairs = dist.new_subgroups(1)[0]
+    dist.all_reduce(tensor, group=pairs)
+    dist.barrier()
+
+
+@on_ranks(2, fresh=True, init=False)
+def test_a_group_that_makes_no_more_calls_keeps_no_memory_of_the_device(rank):
+    module = start("late")
+    group = dist.new_group()
+    torch.accelerator.synchronize()
+    before = module.counts()["device_bytes"]
+    works = [dist.all_reduce(torch.ones(50_000, device="standin"), group=group, async_op=True) for _ in range(3)]
+    works.pop().wait()
+    del works
+    until = time.monotonic() + 20
+    while module.counts()["device_bytes"] != before:
+        assert time.monotonic() < until, module.counts()
+        time.sleep(0.001)
+        torch.accelerator.current_stream().query()
+
+
+@on_ranks(2, fresh=True, init=False)
+@ORDERS
+def test_results_are_there_once_a_call_says_that_it_is_completed(rank, order):
+    start(order, seed=rank)
+    for count in (5, 100_000):
+        tensor = torch.full((count,), rank + 1.0, device="standin")
+        work = dist.all_reduce(tensor, async_op=True)
+        until = time.monotonic() + 20
+        while not work.is_completed():
+            assert time.monotonic() < until
+        stream = torch.Stream("standin")
+        with stream:
+            # No stream waits for this call.
+            assert (tensor.cpu() == 3).all()
+        assert work.result()[0] is tensor
+
+
+@on_ranks(2, fresh=True, init=False)
+@ORDERS
+def test_a_thread_that_waits_sees_the_result_on_its_own_stream(rank, order):
+    start(order, seed=rank)
+    tensors = [torch.full((20_000,), float(rank + index), device="standin") for index in range(4)]
+    works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+    seen = {}
+
+    def wait(index):
+        with torch.Stream("standin"):
+            works[index].wait()
+            seen[index] = (tensors[index] + 0).cpu().unique().tolist()
+
+    waiting = [threading.Thread(target=wait, args=(index,)) for index in range(4)]
+    for thread in waiting:
+        thread.start()
+    for thread in waiting:
+        thread.join(20)
+    assert seen == {index: [2.0 * index + 1] for index in range(4)}
+
+
+@on_ranks(2, fresh=True, init=False)
+@pytest.mark.parametrize("ending", ["abort", "destroy", "shutdown"])
+def test_a_group_that_is_ended_with_calls_in_flight_gives_its_memory_back(rank, ending):
+    module = start("late")
+    with standin.nothing_is_lost(module):
+        group = dist.new_group()
+        tensors = [torch.full((100_000,), rank + 1.0, device="standin") for _ in range(3)]
+        dist.all_reduce(tensors[0], group=group)
+        works = [dist.all_reduce(tensor, group=group, async_op=True) for tensor in tensors]
+        # A call that the other rank never joins.
+        works.append(dist.irecv(tensors[0], 1 - rank, group=group, tag=7))
+        dist.barrier()
+        module.compute(50)
+        backend = group._get_backend(torch.device("standin"))
+        if ending == "abort":
+            backend.abort()
+        elif ending == "shutdown":
+            backend.abort()
+            backend.shutdown()
+        if ending != "destroy":
+            with pytest.raises((dist.DistBackendError, dist.DistNetworkError)):
+                works[-1].wait()
+        else:
+            works.pop()
+            while works:
+                works.pop().wait()
+        del works, backend
+        dist.destroy_process_group(group)
+        del group, tensors
+        dist.barrier()
+        tensor = there([1, 2])
+        dist.all_reduce(tensor)
+        assert tensor.cpu().tolist() == [2.0, 4.0]
+        del tensor
+
+
+@on_ranks(2, fresh=True, init=False)
+@ORDERS
+def test_messages_from_any_rank_name_their_sender(rank, order):
+    start(order, seed=rank)
+    for count in (4, 60_000):
+        tensor = torch.full((count,), float(rank), device="standin")
+        if rank == 0:
+            dist.send(tensor, 1, tag=3)
+            assert dist.recv(tensor, tag=4) == 1 and (tensor.cpu() == 1).all()
+        else:
+            other = torch.empty_like(tensor)
+            work = dist.irecv(other, tag=3)
+            dist.isend(tensor, 0, tag=4)
+            work.wait()
+            assert work._source_rank() == 0 and (other.cpu() == 0).all()

@@ -23,7 +23,14 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
+from torch.distributed.nn import functional as differentiable
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -419,6 +426,32 @@ def test_fsdp2_gathers_parameters_ahead_as_on_the_host(rank, world):
     same_as_host(program, rank, world)
 
 
+# --- FSDP1 ---
+
+
+@on_ranks(2, fresh=True, init=False)
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+def test_fsdp1_trains_to_the_weights_of_the_host(rank, world, strategy):
+    def program(rank, world, device):
+        whole = nn.Sequential(Block(), Block(), nn.Linear(12, 5)).to(device)
+        layers = [FullyShardedDataParallel(block, **options(device)) for block in whole[:2]]
+        model = FullyShardedDataParallel(nn.Sequential(*layers, whole[2]), **options(device))
+        losses, _, _ = train(model, Batches(rank, device), adam(model))
+        with FullyShardedDataParallel.summon_full_params(model):
+            return losses, [p.detach().clone() for p in model.parameters()]
+
+    def options(device):
+        return {
+            "device_id": device,
+            "sharding_strategy": ShardingStrategy[strategy],
+            "use_orig_params": strategy == "FULL_SHARD",
+            "forward_prefetch": True,
+        }
+
+    # FSDP1 keeps its flat parameters in cycles that no collector breaks.
+    same_as_host(program, rank, world, kept=("device_bytes",))
+
+
 # --- tensor parallelism, DTensor and meshes ---
 
 
@@ -632,6 +665,48 @@ def test_gradients_flow_through_differentiable_collectives_as_on_the_host(rank, 
         return c.detach(), x.grad
 
     same_as_host(program, rank, world)
+
+
+@on_ranks(2, fresh=True, init=False)
+def test_gradients_flow_through_torch_distributed_nn_as_on_the_host(rank, world):
+    def program(rank, world, device):
+        x = (torch.arange(6.0, device=device) + rank).requires_grad_()
+        y = differentiable.all_reduce(x * 2)
+        gathered = torch.stack(list(differentiable.all_gather(y)))
+        places = [torch.empty(6, device=device) for _ in range(world)]
+        moved = torch.stack(differentiable.all_to_all(places, list(gathered)))
+        part = differentiable.reduce_scatter(torch.empty(6, device=device), list(moved))
+        part.square().sum().backward()
+        return moved.detach(), part.detach(), x.grad
+
+    same_as_host(program, rank, world)
+
+
+@on_ranks(2, fresh=True, init=False)
+def test_everything_works_with_detailed_debugging_on_a_device(rank, world):
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+
+    def program(rank, world, device):
+        tensor = torch.full((5,), rank + 1.0, device=device)
+        dist.all_reduce(tensor)
+        outputs = [torch.empty(5, device=device) for _ in range(world)]
+        dist.all_gather(outputs, tensor + rank)
+        whole, part = torch.empty(5 * world, device=device), torch.empty(5, device=device)
+        dist.all_gather_single(whole, tensor * rank)
+        dist.reduce_scatter_single(part, whole)
+        into = torch.empty_like(tensor)
+        for work in dist.batch_isend_irecv(
+            [dist.P2POp(dist.isend, tensor, 1 - rank), dist.P2POp(dist.irecv, into, 1 - rank)]
+        ):
+            work.wait()
+        dist.barrier()
+        result = train(DistributedDataParallel(net().to(device)), Batches(rank, device))
+        return tensor, outputs, whole, part, into, result
+
+    same_as_host(program, rank, world)
+    with pytest.raises(RuntimeError, match="(?i)mismatch|detected"):
+        init_group()
+        dist.all_reduce(torch.ones(5 + rank, device="standin"))
 
 
 @on_ranks(2, 3, fresh=True, init=False)

@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import Any, TypedDict
 
 from torch import Tensor
+from torch import device as _device
 from torch._C._distributed_c10d import Backend as _TorchBackend
 from torch._C._distributed_c10d import ReduceOp, Store
 
@@ -83,6 +84,9 @@ class Backend(_TorchBackend):
     def options(self) -> BackendOptions: ...
     def _set_default_timeout(self, timeout: timedelta) -> None:
         """Does the same as `set_timeout`, under the name that gloo's backend uses."""
+
+    def perform_nocolor_split(self, device: _device) -> None:
+        """Does nothing. torch calls it on ranks that are not in a new group, if the default group has a device."""
 
     def describe(self) -> str:
         """Returns facts about the group, one per line."""

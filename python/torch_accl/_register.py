@@ -112,6 +112,14 @@ def _is_there(library: str) -> bool:
 def register() -> None:
     """Registers the backend with torch.distributed. May be called repeatedly. It is also the entry point of torch's plug-ins."""
     register_name(NAME, create_backend)
+    _native.Backend.perform_nocolor_split = _perform_nocolor_split  # type: ignore[method-assign]
+
+
+def _perform_nocolor_split(_backend: _native.Backend, _device: torch.device) -> None:
+    """Does nothing: only members create a group.
+
+    If the default group has a device, torch calls this on ranks that are not in a new group, as NCCL needs all ranks.
+    """
 
 
 def register_name(name: str, create: Callable[[Any, Any], Backend | dist.ProcessGroup]) -> None:

@@ -36,12 +36,21 @@ def same_as_gloo(consumer, rank: int, world: int, tolerance: float = 0.0):
     _compare(over(BACKEND, consumer, rank, world), over("gloo", consumer, rank, world), tolerance)
 
 
-def same_as_host(consumer, rank: int, world: int, backend: str | None = None, tolerance: float = 0.0, index: int = 0):
+def same_as_host(
+    consumer,
+    rank: int,
+    world: int,
+    backend: str | None = None,
+    tolerance: float = 0.0,
+    index: int = 0,
+    kept: tuple[str, ...] = (),
+):
     """Compares the results of `consumer(rank, world, device)` on device `index` of the stand-in with its results on CPU
     tensors.
 
-    The bits must be equal, or agree within a relative tolerance, with the streams of the stand-in early, late and at random. Nothing may stay in the memory of
-    the device, and no fault may be counted.
+    The bits must be equal, or agree within a relative tolerance, with the streams of the stand-in early, late and at
+    random. Nothing may stay in the memory of the device, and no fault may be counted. `kept` names counters of things that
+    torch itself keeps after the program.
     """
     module = standin.register()
     torch.accelerator.set_device_index(index)
@@ -54,7 +63,7 @@ def same_as_host(consumer, rank: int, world: int, backend: str | None = None, to
             continue
         module.set_order(order, rank + 1)
         # torch itself makes non-blocking copies of pageable memory, such as DDP's check of parameters.
-        with standin.nothing_is_lost(module, but=("pageable",)):
+        with standin.nothing_is_lost(module, but=("pageable", *kept)):
             result = consumer(rank, world, torch.device("standin", index))
             # Copies, because results in pinned memory would count as lost.
             results[order] = pytree.tree_map_only(torch.Tensor, lambda value: value.detach().cpu().clone(), result)

@@ -78,7 +78,7 @@ def register(order: str = "early", seed: int = 1) -> Any:
         "device": _device,
         "current_stream": torch.accelerator.current_stream,
         "stream": _stream,
-        "synchronize": torch.accelerator.synchronize,
+        "synchronize": lambda device=None: torch.accelerator.synchronize(device),
         "Stream": torch.Stream,
         "Event": torch.Event,
         "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16],
@@ -125,7 +125,7 @@ def nothing_is_lost(module: Any, *, but: tuple[str, ...] = ()) -> Iterator[None]
 def _kept(module: Any) -> dict[str, int]:
     """Returns what the device has counted, after everything that is no longer needed was let go."""
     gc.collect()
-    if dist.is_initialized() and hasattr(dist.group.WORLD._get_backend(torch.device("cpu")), "snapshot"):
+    if dist.is_initialized() and hasattr(_backend("cpu"), "snapshot"):
         # A message to itself lets the backend drop calls that are through.
         sent = dist.isend(torch.ones(1), dist.get_rank())
         dist.irecv(torch.ones(1), dist.get_rank()).wait()
@@ -133,12 +133,18 @@ def _kept(module: Any) -> dict[str, int]:
     for device in range(torch.accelerator.device_count()):
         torch.accelerator.synchronize(torch.device("standin", device))
     counts: dict[str, int] = module.counts()
-    if dist.is_initialized() and hasattr(backend := dist.group.WORLD._get_backend(torch.device("standin")), "snapshot"):
+    if dist.is_initialized() and hasattr(backend := _backend("standin"), "snapshot"):
         process = backend.snapshot()["process"]
         counts["pinned_in_use"] = process["pinned_bytes"]
         # Memory that is kept for later calls is not lost.
         counts["pinned_bytes"] -= process["idle_pinned_bytes"]
     return counts
+
+
+def _backend(device: str) -> Any:
+    """Returns the default group's backend for a type of devices, without the wrapper of detailed debugging."""
+    backend = dist.group.WORLD._get_backend(torch.device(device))
+    return getattr(backend, "wrapped_pg", backend)
 
 
 def batch_norm_kernels() -> torch.library.Library:
@@ -150,6 +156,9 @@ def batch_norm_kernels() -> torch.library.Library:
 
     def wide(value: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         return value.reshape(1, -1, *[1] * (x.dim() - 2))
+
+    def scale(invstd: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        return invstd if weight is None else invstd * weight
 
     def stats(x: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
         return x.mean(dims(x)), (x.var(dims(x), unbiased=False) + eps).rsqrt()
@@ -176,20 +185,21 @@ def batch_norm_kernels() -> torch.library.Library:
 
     def normalise(
         x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
         mean: torch.Tensor,
         invstd: torch.Tensor,
         eps: float,
     ) -> torch.Tensor:
-        return (x - wide(mean, x)) * wide(invstd * weight, x) + wide(bias, x)
+        scaled = (x - wide(mean, x)) * wide(scale(invstd, weight), x)
+        return scaled if bias is None else scaled + wide(bias, x)
 
     def sums(
         grad: torch.Tensor,
         x: torch.Tensor,
         mean: torch.Tensor,
         invstd: torch.Tensor,
-        weight: torch.Tensor,
+        weight: torch.Tensor | None,
         *needed: bool,
     ) -> tuple[torch.Tensor, ...]:
         product = (grad * (x - wide(mean, x))).sum(dims(x))
@@ -201,14 +211,14 @@ def batch_norm_kernels() -> torch.library.Library:
         x: torch.Tensor,
         mean: torch.Tensor,
         invstd: torch.Tensor,
-        weight: torch.Tensor,
+        weight: torch.Tensor | None,
         total: torch.Tensor,
         product: torch.Tensor,
         counts: torch.Tensor,
     ) -> torch.Tensor:
         count = counts.sum()
         centred = (x - wide(mean, x)) * wide(invstd**2 * product / count, x)
-        return (grad - wide(total / count, x) - centred) * wide(invstd * weight, x)
+        return (grad - wide(total / count, x) - centred) * wide(scale(invstd, weight), x)
 
     for name, kernel in {
         "batch_norm_stats": stats,
