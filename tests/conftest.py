@@ -18,7 +18,7 @@ import pytest
 
 pytest.register_assert_rewrite("support")
 
-from support import cover, gaps, runner, scripts, sharing
+from support import cover, gaps, runner, scripts, sharing, versions  # noqa: F401  versions names functions of an old torch
 
 collect_ignore = ["peers"]
 

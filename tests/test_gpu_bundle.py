@@ -230,3 +230,13 @@ def test_every_card_of_the_stock_suite_is_card_0():
     )
     found = ended(sys.executable, "-c", script, environment={"PYTHONPATH": str(ROOT / "tests")})
     assert found.returncode == 0, found.stderr
+
+
+@pytest.mark.skipif(not torch.cuda._is_compiled(), reason="this torch was built without CUDA")
+def test_ranks_of_a_process_that_has_counted_cards_cannot_use_them_and_that_is_found():
+    script = (
+        "import torch; from peers import one_card; before = one_card.is_spoilt(); torch._C._cuda_getDeviceCount(); "
+        "assert (before, one_card.is_spoilt()) == (False, True)"
+    )
+    found = ended(sys.executable, "-c", script, environment={"PYTHONPATH": str(ROOT / "tests")})
+    assert found.returncode == 0, found.stderr

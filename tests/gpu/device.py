@@ -157,16 +157,6 @@ def _runtime() -> Any:
     return ctypes.CDLL(found[1])
 
 
-def has_begun() -> bool:
-    """Whether this process has begun to use CUDA. Its forked children then cannot use it."""
-    with open("/proc/self/maps") as maps:
-        if "/libcuda.so" not in maps.read():
-            return False
-    count = ctypes.c_int()
-    not_initialized = 3
-    return int(ctypes.CDLL("libcuda.so.1").cuDeviceGetCount(ctypes.byref(count))) != not_initialized
-
-
 def _check(status: int, what: str) -> None:
     if status:
         raise RuntimeError(f"{what} returned error {status}")

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch._dynamo  # optimizers and nets load it, which takes seconds: load it once here, not in every rank
 import torch.distributed as dist
-from support import bytes_equal, init_group, run_ranks
+from support import bytes_equal, init_group, run_ranks, versions
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -31,6 +31,15 @@ from torch_accl.layer_parallel import Cycle, LayerParallel, ode
 
 from .device import Device
 from .report import Report, Skip, check
+
+if versions.MINOR < (2, 13):
+    # Only these tests have such a torch (decision 69). FSDP2 has one group of parameters per module there, and lays out no zeros.
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group, _fsdp_state
+
+    _fsdp_state.FSDPState._fsdp_param_groups = property(
+        lambda state: [state._fsdp_param_group] if state._fsdp_param_group else []
+    )
+    _fsdp_param_group.FSDPParamGroup.reduce_scatter_unused_params = False
 
 STEPS = 3
 # How the package refuses tensors that are not on the CPU.

@@ -49,7 +49,7 @@ def main() -> int:
     # Ranks inherit what is loaded here.
     importlib.import_module("torch_accl")
     part = importlib.import_module(f".{asked.part}", __package__)
-    if importlib.import_module(".device", __package__).has_begun():
+    if importlib.import_module("peers.one_card").is_spoilt():
         print(
             "error: this process has begun to use CUDA, so its ranks cannot; find the import that does", file=sys.stderr
         )

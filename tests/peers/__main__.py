@@ -156,7 +156,8 @@ def _one_world(args: argparse.Namespace, world: int) -> int:
         mpirun=_mpirun(args.mpi),
         one_card=args.one_card,
     )
-    gpus = torch.cuda.device_count()
+    # With one card for all ranks, this process must not ask for cards: its forked ranks could not use CUDA.
+    gpus = world if args.one_card else torch.cuda.device_count()
     suite = Suite(setup)
     every = suite.names()
     first, number = args.shard

@@ -7,6 +7,7 @@ card 0. A rank enters `Mapped` for its life. Nothing else of torch changes.
 from __future__ import annotations
 
 import importlib
+import os
 from typing import Any
 
 import torch
@@ -28,6 +29,14 @@ def install(world: int) -> None:
         module = importlib.import_module(path)
         if hasattr(module, "_get_device_index"):
             module._get_device_index = _lowest(module._get_device_index)  # type: ignore[attr-defined]
+
+
+def is_spoilt() -> bool:
+    """Whether this process has begun to use CUDA, even to count cards. Its forked children then cannot use it."""
+    child = os.fork()
+    if child == 0:
+        os._exit(int(torch.cuda._is_in_bad_fork()))
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0
 
 
 def on_card_0(value: Any) -> Any:

@@ -195,6 +195,10 @@ def _load(setup: Setup, scratch: str) -> ModuleType:
         common.DistTestCases.skip_collective[gap].update({alias, setup.backend})
     with _environment_shows(_TOKEN, alias):
         module = importlib.import_module(MODULE)
+    if setup.one_card and one_card.is_spoilt():
+        raise RuntimeError(
+            "the suite's import has begun to use CUDA, so forked ranks cannot; find the import that does"
+        )
     os.environ["BACKEND"] = setup.backend
     for table in ("PROFILING_SUPPORTED_BACKENDS", "CUDA_PROFILING_SUPPORTED_BACKENDS"):
         getattr(module, table).append(setup.backend)

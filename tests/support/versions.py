@@ -12,6 +12,10 @@ MINOR = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:
 # For example `2.15`.
 NAME = ".".join(map(str, MINOR))
 
+if MINOR < (2, 13):
+    # Only the tests with a GPU have such a torch (decision 69). It knows these functions by older names.
+    dist.all_gather_single, dist.reduce_scatter_single = dist.all_gather_into_tensor, dist.reduce_scatter_tensor
+
 # Features that older versions lack: the first version with the feature, and what is missing before. It is missing for
 # gloo as well, except where the text speaks of plug-ins.
 _FIRST_WITH = {
