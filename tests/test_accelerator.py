@@ -223,7 +223,8 @@ def test_views_of_every_layout_are_read_and_written(rank, order):
     shared = complex_.to("standin")
     dist.broadcast(shared, 0)
     conjugate = shared.conj()
-    dist.all_reduce(conjugate)
+    # torch's function for Python refuses such views.
+    dist.group.WORLD.allreduce([conjugate]).wait()
     assert conjugate.is_conj() and conjugate.imag.is_neg()
     total = shared.cpu()
     dist.broadcast(conjugate.imag, 1)
@@ -836,6 +837,7 @@ def test_messages_from_any_rank_name_their_sender(rank, order):
         else:
             other = torch.empty_like(tensor)
             work = dist.irecv(other, tag=3)
-            dist.isend(tensor, 0, tag=4)
+            sent = dist.isend(tensor, 0, tag=4)
             work.wait()
             assert work._source_rank() == 0 and (other.cpu() == 0).all()
+            sent.wait()
