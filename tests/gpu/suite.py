@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -28,6 +29,8 @@ from .report import Report, Skip
 TESTS = Path(__file__).resolve().parents[1]
 BASELINES = TESTS / "peers" / "baseline"
 BACKENDS = ("accl", "gloo")
+# The error in a traceback, of a test or of one of its ranks.
+ERROR = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception): .*", re.MULTILINE)
 # What has been found is reported, however late it is.
 ALWAYS = float("-inf")
 SHARDS = 6
@@ -69,9 +72,9 @@ def compared(report: Report, kind: str) -> Mapping[str, Any]:
     reasons: dict[str, int] = {}
     for name in both:
         if found["accl"][name]["outcome"] == "skip":
-            reason = found["accl"][name]["reason"].splitlines()[0] if found["accl"][name]["reason"] else "no reason"
+            reason = _first_line(found["accl"][name])
             reasons[reason] = reasons.get(reason, 0) + 1
-    bad = {name: found["accl"][name]["reason"][-400:] for name in both if found["accl"][name]["outcome"] in compare.BAD}
+    bad = {name: _first_line(found["accl"][name]) for name in both if found["accl"][name]["outcome"] in compare.BAD}
     result = {
         "counts": counts,
         "lost": lost,
@@ -81,7 +84,9 @@ def compared(report: Report, kind: str) -> Mapping[str, Any]:
         "failed here and on gloo": {name: text for name, text in bad.items() if name not in lost},
     }
     print(json.dumps(result, indent=1), flush=True)
-    assert both, "no test has run on both backends"
+    assert passed["gloo"], (
+        f"of {len(both)} tests none passes over gloo, so nothing can be compared: {next(iter(bad.values()), '')}"
+    )
     return result
 
 
@@ -90,7 +95,13 @@ def _skip(reason: str) -> None:
 
 
 def _fail(test: Mapping[str, Any]) -> None:
-    raise AssertionError(f"passes on gloo, here {test['outcome']}: {test['reason'][-3000:]}")
+    raise AssertionError(f"passes on gloo, here {test['outcome']}: {_first_line(test)}\n{test['reason'][-5000:]}")
+
+
+def _first_line(test: Mapping[str, Any]) -> str:
+    """Returns the error that a test ended with, or the first line of its reason."""
+    errors = ERROR.findall(test["reason"])
+    return str(errors[-1] if errors else (test["reason"].splitlines() or ["no reason"])[0])[:300]
 
 
 def gpu_tests(version: str) -> list[str]:
