@@ -221,6 +221,16 @@ def test_every_card_of_the_stock_suite_is_card_0():
         assert torch.device("cuda", 1) == torch.device("cuda:0") == torch.device("cuda:3")
         assert torch.device("cuda").index is None and torch.device("cpu", 0).type == "cpu"
     assert torch.device("cuda", 1).index == 1
+
+    def to(*args, **kwargs):
+        return args, kwargs
+
+    def narrow(*args, **kwargs):
+        return args, kwargs
+
+    mapped = one_card.Mapped().__torch_function__
+    assert mapped(to, (), ("tensor", 2, True), {"device": 3}) == (("tensor", 0, True), {"device": 0})
+    assert mapped(narrow, (), ("tensor", 2, "cuda:1"), {"dim": 3}) == (("tensor", 2, "cuda:0"), {"dim": 3})
     assert [one_card.on_card_0(each) for each in ("cuda:2", "cuda", "cpu", 1)] == ["cuda:0", "cuda", "cpu", 1]
     script = (
         "import torch; from peers import one_card; one_card.install(3); "

@@ -52,12 +52,14 @@ class Mapped(TorchFunctionMode):
     """While active in a thread, torch's functions get card 0 instead of another card."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = {key: on_card_0(value) for key, value in (kwargs or {}).items()}
-        args = tuple(on_card_0(value) for value in args)
-        if getattr(function, "__name__", "") == "cuda":
-            # `Tensor.cuda` also takes a number.
-            args = tuple(0 if number and isinstance(value, int) else value for number, value in enumerate(args))
-            kwargs = {key: 0 if key == "device" and isinstance(value, int) else value for key, value in kwargs.items()}
+        # A number means a card to these methods, and to every argument named `device`.
+        takes_number = getattr(function, "__name__", "") in ("cuda", "to")
+        args = tuple(
+            _index_0(value) if takes_number and place else on_card_0(value) for place, value in enumerate(args)
+        )
+        kwargs = {
+            key: _index_0(value) if key == "device" else on_card_0(value) for key, value in (kwargs or {}).items()
+        }
         return on_card_0(function(*args, **kwargs))
 
 
