@@ -66,8 +66,7 @@ StreamEvent::~StreamEvent() {
     // CUDA restores the thread's device, and would create a context there.
     const c10::DeviceGuard on(device_);
     event_.reset();
-  } catch (const std::exception&) {
-    // The device has failed.
+  } catch (const std::exception&) {  // The device has failed.
   }
 }
 
@@ -156,6 +155,14 @@ void StagedTensors::finish() const {
   release();
 }
 
+void StagedTensors::follow(const bridge::AcceleratorCall& earlier) const {
+  plainly([&] {
+    const Quiet quiet;
+    static_cast<const StagedTensors&>(earlier).block_current_stream();
+    for (const auto& packed : packed_) packed.dense.copy_(packed.tensor, /*non_blocking=*/true);
+  });
+}
+
 void StagedTensors::block_current_stream() const {
   if (done_) done_->block(VirtualGuardImpl(device().type()).getStream(device()));
 }
@@ -191,8 +198,7 @@ void block_stream_until_through(std::shared_ptr<StagedTensors> tensors, c10::iva
   future.addCallback([block, tensors](c10::ivalue::Future&) {
     try {
       tensors->synchronize();
-    } catch (const std::exception&) {
-      // The device has failed, and reports that to the next call.
+    } catch (const std::exception&) {  // The device has failed, and reports that to the next call.
     }
     block->abort();
   });
@@ -208,8 +214,7 @@ std::unique_ptr<bridge::PinnedMemory> bridge::pin_memory(int8_t device_type, siz
   });
 }
 
-void bridge::relax_captures(int8_t device_type) noexcept {
-  if (static_cast<c10::DeviceType>(device_type) != c10::kCUDA) return;
+void bridge::relax_captures() noexcept {
   // torch offers this to code that links with the device's library alone. Both libraries have the same modes.
   for (const char* name : {"cudaThreadExchangeStreamCaptureMode", "hipThreadExchangeStreamCaptureMode"}) {
     if (auto* exchange = reinterpret_cast<int (*)(int*)>(::dlsym(RTLD_DEFAULT, name))) {

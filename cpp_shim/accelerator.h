@@ -61,6 +61,8 @@ class StagedTensors final : public bridge::AcceleratorCall {
   std::unique_ptr<bridge::AcceleratorEvent> record(bool out) const override;
   // Copies temporaries back, and records the event behind all results.
   void finish() const override;
+  // Makes the current stream wait for an earlier call, and packs again what that call may have written.
+  void follow(const bridge::AcceleratorCall& earlier) const override;
 
   // Makes the current stream wait for the results, if the call has any on this device.
   void block_current_stream() const;
@@ -71,15 +73,13 @@ class StagedTensors final : public bridge::AcceleratorCall {
   void synchronize() const {
     if (done_) done_->synchronize();
   }
-  // Stream on which the results are written.
-  c10::Stream results_stream() const { return out_.value_or(stream_); }
+  c10::Stream results_stream() const { return out_.value_or(stream_); }  // where results are written
   // Ends the call for its caller. If it has failed, copies may be in flight: the device's allocator keeps the memory until
   // they have been made, or `held` says that the memory must never be freed.
   void outlive(const bridge::Status& status, bridge::Status& held, const std::vector<c10::Storage>& memory) const noexcept;
 
  private:
-  // A tensor that is not dense.
-  struct Packed {
+  struct Packed {  // a tensor that is not dense
     at::Tensor tensor;
     at::Tensor dense;
     bool is_written;
@@ -88,8 +88,7 @@ class StagedTensors final : public bridge::AcceleratorCall {
   // Drops references to the caller's tensors, so that Rust never drops the last one.
   void release() const;
   c10::Stream side(bool out) const { return (out ? out_ : in_).value(); }
-  // Whether the call's own stream makes the copies.
-  bool is_own_stream() const { return *in_ == stream_ && *out_ == stream_; }
+  bool is_own_stream() const { return *in_ == stream_ && *out_ == stream_; }  // whether it makes the copies
 
   Origin origin_;
   c10::Stream stream_;

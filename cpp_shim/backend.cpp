@@ -101,8 +101,7 @@ AcclBackend::WorkPtr AcclBackend::run(Call& call, const Event& event, const Resu
 AcclBackend::WorkPtr AcclBackend::run_recorded(Call& call, const Event& event, const Results& results, bool async_op) {
   call.args.is_profiled = at::hasCallbacks() && names_.wants_phases();
   const auto& accelerator = call.placement.tensors();
-  // The profiler reports when the device has done the call.
-  call.args.waits_for_device = call.args.is_profiled;
+  call.args.waits_for_device = call.args.is_profiled;  // The profiler reports when the device has done the call.
   if (!wants_work(async_op)) {
     return complete(event, call.args.timeout_ms, [&] {
       throw_unless_done(make_call(call, event, results));
@@ -167,6 +166,7 @@ void AcclBackend::begun(const c10::intrusive_ptr<AcclWork>& work, const bridge::
   if (!is_ok(status)) {
     work->complete_here();
     run_hooks_on_timeout();
+    throw_python_error_if_set();
     throw_status(status);
   }
   if (work->entry()->accelerator) in_flight_->end_when_through(work->entry());
@@ -472,8 +472,7 @@ AcclBackend::WorkPtr AcclBackend::reduce_sparse(const at::Tensor& tensor, const 
 
 void AcclBackend::startCoalescing() { in_flight_->begin_batch(); }
 
-// Without a matching `startCoalescing` the returned work is empty: torch's own code also ends a batch that an abort has
-// already ended.
+// Without a matching `startCoalescing` the returned work is empty: torch itself ends batches that an abort has ended.
 AcclBackend::WorkPtr AcclBackend::endCoalescing() {
   return c10::make_intrusive<CoalescedWork>(rank_, in_flight_->end_batch());
 }

@@ -315,6 +315,40 @@ def test_a_stream_that_is_blocked_continues_when_the_call_is_through(rank):
     assert result.cpu().tolist() == [2.0, 4.0, 6.0]
 
 
+@on_ranks(2, 3, fresh=True, init=False)
+@pytest.mark.parametrize("count", [10, 3000, 300_000])
+@ORDERS
+def test_calls_in_flight_that_share_memory_follow_each_other(rank, world, order, count):
+    start(order, seed=rank)
+    tensor = torch.full((count,), 1.0, device="standin")
+    works = [dist.all_reduce(tensor, async_op=True) for _ in range(3)]
+    works[2].wait()
+    assert (tensor.cpu() == world**3).all()
+    whole = torch.arange(float(count * world), device="standin")
+    part = torch.empty(count, device="standin")
+    # One writes what the next one reads, and that one writes what the first one reads.
+    works = [
+        dist.reduce_scatter_tensor(part, whole, async_op=True),
+        dist.all_gather_into_tensor(whole, part, async_op=True),
+    ]
+    dist.all_reduce(whole)
+    assert (whole.cpu() == torch.arange(count * world) * world * world).all()
+    # Tensors that are not dense are packed when a call is issued, so they are packed again.
+    columns = torch.ones(count, 2, device="standin")
+    works = [dist.all_reduce(columns[:, 0], async_op=True) for _ in range(2)]
+    works += [dist.broadcast(columns[:, 1], 1, async_op=True), dist.all_reduce(columns, async_op=True)]
+    works[-1].wait()
+    expected = torch.tensor([float(world**3), float(world)]).expand(count, 2)
+    assert columns.cpu().equal(expected)
+    # Calls of other memory do not wait: this rank's second call would keep the other rank from its first.
+    other = dist.new_group()
+    calls = [(None, torch.ones(count, device="standin")), (other, torch.ones(count, device="standin"))]
+    works = [dist.all_reduce(mine, group=group, async_op=True) for group, mine in (calls if rank else calls[::-1])]
+    for work in works:
+        work.wait()
+    assert all((mine.cpu() == world).all() for _, mine in calls)
+
+
 @on_ranks(2, fresh=True, init=False)
 @ORDERS
 def test_the_future_of_a_batch_completes_behind_the_results(rank, order):
@@ -604,16 +638,22 @@ def test_a_call_that_times_out_names_the_missing_rank(rank):
 
 
 @on_ranks(2, fresh=True, init=False)
-def test_an_interrupt_ends_a_wait_for_an_accelerator(rank):
+@pytest.mark.parametrize("how", ["message", "issued behind another call", "blocking behind another call"])
+def test_an_interrupt_ends_a_wait_for_an_accelerator(rank, how):
     start("late")
     tensor = there([1, 2])
     if rank == 1:
         with pytest.raises((dist.DistBackendError, dist.DistNetworkError)):
             dist.recv(tensor, 0)
         return
+    if how != "message":
+        # The other rank does not issue this call.
+        work = dist.all_reduce(tensor, async_op=True)
     threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
-        dist.recv(tensor, 1)
+        dist.recv(tensor, 1) if how == "message" else dist.all_reduce(tensor, async_op=how.startswith("issued"))
+    if how != "message":
+        assert not work.is_completed()
     gc.collect()
 
 

@@ -26,6 +26,8 @@ use crate::snapshot::Counts;
 
 /// Maximum time for which a small call on an accelerator polls for its copies.
 const DEVICE_SPIN: Duration = Duration::from_micros(200);
+/// `c10::DeviceType::CUDA`, which ROCm has, too.
+const CUDA: i8 = 1;
 /// Maximum number of streams that have a side stream of their own.
 const MOST_STREAMS: usize = 256;
 
@@ -327,7 +329,9 @@ impl Pinning for TorchPinning {
     }
 
     fn enter_thread(&self) {
-        ffi::relax_captures(self.device_type);
+        if self.device_type == CUDA {
+            ffi::relax_captures();
+        }
     }
 }
 

@@ -309,8 +309,8 @@ pub mod ffi {
         fn address(self: &PinnedMemory) -> usize;
         fn pin_memory(device_type: i8, bytes: usize) -> Result<UniquePtr<PinnedMemory>>;
 
-        /// Lets the calling thread ask a device for events while other threads capture a graph.
-        fn relax_captures(device_type: i8);
+        /// Lets the calling thread ask CUDA or ROCm for events while other threads capture a graph.
+        fn relax_captures();
 
         /// The copies of one call on an accelerator. `out` is the direction to the tensors.
         type AcceleratorCall;
@@ -332,6 +332,8 @@ pub mod ffi {
         ) -> Result<()>;
         fn record(self: &AcceleratorCall, out: bool) -> Result<UniquePtr<AcceleratorEvent>>;
         fn finish(self: &AcceleratorCall) -> Result<()>;
+        /// Makes the current stream, and copies that it has made for this call, follow a call that is enqueued.
+        fn follow(self: &AcceleratorCall, earlier: &AcceleratorCall) -> Result<()>;
 
         /// Runs Python's signal handlers if this is Python's main thread. Returns true if one raised.
         fn python_interrupted() -> bool;
@@ -354,6 +356,8 @@ pub mod ffi {
             is_default: bool,
         ) -> usize;
     }
+
+    impl WeakPtr<AcceleratorCall> {}
 }
 
 use accl_engine::fork_generation;

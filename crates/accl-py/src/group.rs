@@ -22,6 +22,7 @@ use crate::bridge::ffi::{
 };
 use crate::compression;
 use crate::guard::{FromError, bridged};
+use crate::in_order::{InOrder, Memory};
 use crate::log;
 use crate::offloads;
 use crate::snapshot;
@@ -114,7 +115,7 @@ impl Runtime {
         let mut slot = self.slot();
         let made = made.map(|group| {
             let accelerators = slot.accelerators(pinned);
-            Inner { engine, group, names, accelerators, eager_bytes }
+            Inner { engine, group, names, accelerators, in_order: Box::default(), eager_bytes }
         });
         if let Ok(made) = &made {
             slot.has_made_groups = true;
@@ -144,6 +145,7 @@ struct Inner {
     group: Arc<accl_engine::Group>,
     names: ProfileNames,
     accelerators: Arc<TorchAccelerators>,
+    in_order: Box<InOrder>,
     /// Maximum bytes of a blocking call on an accelerator that its caller's thread does alone.
     eager_bytes: u64,
 }
@@ -167,6 +169,12 @@ impl Group {
         let inner = self.inner()?;
         let mut desc = call_desc(args, Mode::Blocking)?;
         let refused = |error| self.refused(tensors, error);
+        if let Some(tensors) = tensors.as_ref()
+            && !desc.collective.is_point_to_point()
+            && !inner.in_order.follow(&Memory::of(&desc), tensors).map_err(refused)?
+        {
+            return Ok(Waited::interrupted());
+        }
         let is_small = desc.bytes() <= inner.eager_bytes && desc.seq.is_none() && !args.waits_for_device;
         if !tensors.is_null()
             && is_small
@@ -231,7 +239,7 @@ bridged! {
         let spec = spec_of(config, args)?;
         let made = engine.create_group(spec, &TorchStore::new(store), &mut ffi::python_interrupted)?;
         let accelerators = other.inner()?.accelerators.clone();
-        group.0 = Some(Inner { engine, group: made, names, accelerators, eager_bytes });
+        group.0 = Some(Inner { engine, group: made, names, accelerators, in_order: Box::default(), eager_bytes });
         Ok(Status::ok())
     }
 
@@ -252,10 +260,21 @@ bridged! {
         ticket: &mut Ticket,
     ) -> Status {
         let mut desc = call_desc(args, Mode::Async)?;
+        let in_order = &group.inner()?.in_order;
+        let on_device = tensors.as_ref().filter(|_| !desc.collective.is_point_to_point());
+        let memory = on_device.map(|tensors| (Memory::of(&desc), tensors));
+        if let Some((memory, tensors_of)) = &memory
+            && !in_order.follow(memory, tensors_of).map_err(|error| group.refused(tensors, error))?
+        {
+            return Err(Error::aborted(INTERRUPTED));
+        }
         group.stage(&mut desc, args, tensors)?;
         let phases = desc.phases.clone();
         let engine_group = group.group()?;
         let call = engine_group.submit(desc).map_err(|error| group.refused(tensors, error))?;
+        if let Some((memory, _)) = memory {
+            in_order.add(call.clone(), tensors, memory);
+        }
         ticket.set_call(engine_group.clone(), call, phases);
         Ok(Status::ok())
     }

@@ -11,6 +11,7 @@ mod compression;
 mod devices;
 mod group;
 mod guard;
+mod in_order;
 mod info;
 mod log;
 mod multigrid;

@@ -171,7 +171,7 @@ impl TensorDesc {
     }
 
     /// Returns the lowest address that the tensor occupies, and one past the highest.
-    pub(crate) fn bounds(&self) -> (usize, usize) {
+    pub fn bounds(&self) -> (usize, usize) {
         if self.count == 0 {
             return (0, 0);
         }
