@@ -779,6 +779,29 @@ def test_results_are_there_once_a_call_says_that_it_is_completed(rank, order):
         assert work.result()[0] is tensor
 
 
+@on_ranks(2, 3, fresh=True, init=False)
+@pytest.mark.parametrize("kind", ["blocking", "asynchronous", "monitored"])
+@ORDERS
+def test_a_barrier_returns_when_earlier_calls_of_the_group_are_through(rank, world, order, kind):
+    module = start(order, seed=rank)
+    for count in (5, 200_000):
+        tensors = [torch.full((count,), rank + 1.0, device=f"standin:{device}") for device in (0, 1, 0)]
+        works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+        module.compute(20)
+        if kind == "monitored":
+            # This barrier does not end the calls.
+            dist.monitored_barrier()
+        elif kind == "blocking":
+            dist.barrier()
+        else:
+            dist.barrier(async_op=True).wait()
+        if kind != "monitored":
+            assert all(work.is_completed() for work in works)
+        for work in works:
+            work.wait()
+        assert all((tensor.cpu() == world * (world + 1) / 2).all() for tensor in tensors)
+
+
 @on_ranks(2, fresh=True, init=False)
 @ORDERS
 def test_a_thread_that_waits_sees_the_result_on_its_own_stream(rank, order):
