@@ -10,7 +10,6 @@
 #include <ATen/record_function.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/StreamGuard.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/distributed/c10d/cuda/StreamBlock.hpp>
 
 #include "torch_compat.h"
@@ -132,8 +131,7 @@ void StagedTensors::copy(bool out, size_t tensor, size_t host, uint64_t bytes, b
     const Quiet quiet;
     const c10::StreamGuard on(side(out));
     const auto count = static_cast<int64_t>(bytes);
-    const auto there = bytes_at(tensor, count, device());
-    const auto here = bytes_at(host, count, c10::kCPU);
+    const auto there = bytes_at(tensor, count, device()), here = bytes_at(host, count, c10::kCPU);
     (out ? there : here).copy_(out ? here : there, /*non_blocking=*/is_pinned);
   });
 }
@@ -164,7 +162,7 @@ void StagedTensors::follow(const bridge::AcceleratorCall& earlier) const {
 }
 
 void StagedTensors::block_current_stream() const {
-  if (done_) done_->block(VirtualGuardImpl(device().type()).getStream(device()));
+  if (done_) done_->block(current_stream());
 }
 
 void StagedTensors::outlive(const bridge::Status& status, bridge::Status& held, const std::vector<c10::Storage>& memory) const noexcept {
@@ -191,6 +189,7 @@ void StagedTensors::release() const {
 
 void block_stream_until_through(std::shared_ptr<StagedTensors> tensors, c10::ivalue::Future& future,
                                 std::chrono::milliseconds timeout) {
+  const c10::DeviceGuard on(tensors->device());
   // torch has one implementation for each type of device that has any.
   const auto type = c10::DeviceTypeName(tensors->device().type());
   std::shared_ptr<c10d::cuda::StreamBlock> block = c10d::cuda::StreamBlockRegistry()->Create(type, timeout);
@@ -217,10 +216,8 @@ std::unique_ptr<bridge::PinnedMemory> bridge::pin_memory(int8_t device_type, siz
 void bridge::relax_captures() noexcept {
   // torch offers this to code that links with the device's library alone. Both libraries have the same modes.
   for (const char* name : {"cudaThreadExchangeStreamCaptureMode", "hipThreadExchangeStreamCaptureMode"}) {
-    if (auto* exchange = reinterpret_cast<int (*)(int*)>(::dlsym(RTLD_DEFAULT, name))) {
-      int relaxed = 2;
-      exchange(&relaxed);
-    }
+    int relaxed = 2;
+    if (auto* exchange = reinterpret_cast<int (*)(int*)>(::dlsym(RTLD_DEFAULT, name))) exchange(&relaxed);
   }
 }
 

@@ -14,7 +14,7 @@
 #include <ATen/core/ivalue.h>
 #include <c10/core/Event.h>
 #include <c10/core/Stream.h>
-#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include "bridge_types.h"
 #include "errors.h"
@@ -74,6 +74,8 @@ class StagedTensors final : public bridge::AcceleratorCall {
     if (done_) done_->synchronize();
   }
   c10::Stream results_stream() const { return out_.value_or(stream_); }  // where results are written
+  bool copies_on_current_stream() const { return results_stream() == current_stream(); }
+  c10::Stream current_stream() const { return c10::impl::VirtualGuardImpl(device().type()).getStream(device()); }
   // Ends the call for its caller. If it has failed, copies may be in flight: the device's allocator keeps the memory until
   // they have been made, or `held` says that the memory must never be freed.
   void outlive(const bridge::Status& status, bridge::Status& held, const std::vector<c10::Storage>& memory) const noexcept;

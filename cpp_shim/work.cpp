@@ -5,7 +5,6 @@
 
 #include <ATen/record_function.h>
 #include <c10/core/StreamGuard.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "interpreter.h"
@@ -101,6 +100,7 @@ void AcclWork::blockCurrentStream() {
   TORCH_CHECK_NOT_IMPLEMENTED(retrieveOpType() != c10d::OpType::_ALLREDUCE_SPARSE,
                               "accl: block_current_stream: a sparse sum uses the stream itself; call wait()");
   if (!entry_->accelerator) return Work::blockCurrentStream();
+  if (entry_->accelerator->copies_on_current_stream()) return static_cast<void>(wait());  // A block would hold up the copies.
   block_stream_until_through(entry_->accelerator, *getFuture(), entry_->timeout);
 }
 

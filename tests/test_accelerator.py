@@ -349,6 +349,37 @@ def test_calls_in_flight_that_share_memory_follow_each_other(rank, world, order,
     assert all((mine.cpu() == world).all() for _, mine in calls)
 
 
+@on_ranks(2, fresh=True, init=False, deadline=15)
+@ORDERS
+def test_a_stream_that_is_blocked_and_copies_results_does_not_wait_for_itself(rank, order):
+    """torch's pool hands out the stream that copies results: blocked, it held up the copy that ends the block."""
+    start(order, seed=rank)
+    streams = [torch.Stream("standin") for _ in range(9)]
+    for index, stream in enumerate(streams * 2):
+        tensor = torch.full((1000,), float(rank + index), device="standin")
+        work = dist.all_reduce(tensor, async_op=True)
+        with stream:
+            work.block_current_stream()
+            result = tensor + 1
+        stream.synchronize()
+        assert (result.cpu() == 2 * index + 2).all(), index
+
+
+@on_ranks(2, fresh=True, init=False)
+def test_a_block_stops_the_stream_of_the_tensors_and_not_of_the_current_device(rank):
+    module = start("early")
+    tensor = there([1, 2, 3], "standin:1")
+    if rank == 1:
+        time.sleep(0.2)
+    work = dist.all_reduce(tensor, async_op=True)
+    work.block_current_stream()
+    result = torch.empty(3, device="standin:1")
+    result.copy_(tensor)
+    assert torch.accelerator.current_stream(torch.device("standin", 0)).query()
+    work.wait()
+    assert result.cpu().tolist() == [2.0, 4.0, 6.0] and module.counts()["wrong_device"] == 0
+
+
 @on_ranks(2, fresh=True, init=False)
 @ORDERS
 def test_the_future_of_a_batch_completes_behind_the_results(rank, order):
@@ -806,6 +837,29 @@ def test_results_are_there_once_a_call_says_that_it_is_completed(rank, order):
             # No stream waits for this call.
             assert (tensor.cpu() == 3).all()
         assert work.result()[0] is tensor
+
+
+@on_ranks(2, 3, fresh=True, init=False)
+@pytest.mark.parametrize("kind", ["blocking", "asynchronous", "monitored"])
+@ORDERS
+def test_a_barrier_returns_when_earlier_calls_of_the_group_are_through(rank, world, order, kind):
+    module = start(order, seed=rank)
+    for count in (5, 200_000):
+        tensors = [torch.full((count,), rank + 1.0, device=f"standin:{device}") for device in (0, 1, 0)]
+        works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+        module.compute(20)
+        if kind == "monitored":
+            # This barrier does not end the calls.
+            dist.monitored_barrier()
+        elif kind == "blocking":
+            dist.barrier()
+        else:
+            dist.barrier(async_op=True).wait()
+        if kind != "monitored":
+            assert all(work.is_completed() for work in works)
+        for work in works:
+            work.wait()
+        assert all((tensor.cpu() == world * (world + 1) / 2).all() for tensor in tensors)
 
 
 @on_ranks(2, fresh=True, init=False)

@@ -388,6 +388,7 @@ def test_fsdp2_with_parameters_in_host_memory_trains_to_the_weights_of_the_host(
     same_as_host(program, rank, world, "cpu:gloo,standin:accl" if pinned else None)
 
 
+@pytest.mark.slow
 @on_ranks(4, fresh=True, init=False)
 def test_fsdp2_on_a_mesh_of_replicas_trains_to_the_weights_of_the_host(rank, world):
     def program(rank, world, device):
@@ -515,6 +516,7 @@ def test_dtensors_are_redistributed_as_on_the_host(rank, world, rows):
     same_as_host(program, rank, world)
 
 
+@pytest.mark.slow
 @on_ranks(4, fresh=True, init=False)
 def test_tensor_parallel_and_fsdp2_share_a_mesh_as_on_the_host(rank, world):
     def program(rank, world, device):
@@ -792,6 +794,7 @@ def test_batches_of_messages_arrive_as_on_the_host(rank, world):
 # --- checkpoints ---
 
 
+@pytest.mark.slow
 @on_ranks(2, 3, fresh=True, init=False)
 @pytest.mark.parametrize("backend", [None, "cpu:gloo,standin:accl"])
 @pytest.mark.parametrize("how", ["save", "async_save"])

@@ -115,7 +115,7 @@ def register() -> None:
     _native.Backend.perform_nocolor_split = _perform_nocolor_split  # type: ignore[method-assign]
 
 
-def _perform_nocolor_split(_backend: _native.Backend, _device: torch.device) -> None:
+def _perform_nocolor_split(self: _native.Backend, device: torch.device) -> None:
     """Does nothing: only members create a group.
 
     If the default group has a device, torch calls this on ranks that are not in a new group, as NCCL needs all ranks.
