@@ -19,8 +19,8 @@ from benches.peers.tables import Table, Target, plain
 
 JUDGED = """\
 The criterion is the mean loss over the whole training set after the last step, minus the loss of float32 with the same
-seed. Parity holds if the mean of the differences is near enough to zero. The limit is 2 standard errors, or a quarter of float32's
-standard deviation over seeds if that is more. With optimizers other than Adam, parity must hold for 8 and 4 bits, and for 2 bits
+seed. Parity holds if the mean difference is at most the larger of 2 standard errors and a quarter of float32's standard deviation
+over seeds. After ± stand 2 standard errors. With optimizers other than Adam, parity must hold for 8 and 4 bits, and for 2 bits
 with error feedback. All other results are shown, not judged."""
 
 
