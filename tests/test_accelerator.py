@@ -304,7 +304,8 @@ def test_a_stream_that_is_blocked_and_makes_copies_does_not_wait_for_itself(rank
     # A message of this size is copied in as the other rank receives it.
     count = 1000 if kind == "all_reduce" else 4 << 20
     tensor, result = torch.empty(count, device="standin"), torch.empty(1, device="standin")
-    for index, stream in enumerate(torch.Stream("standin") for _ in range(9)):
+    # All streams of the pool.
+    for index, stream in enumerate([torch.Stream("standin") for _ in range(8)]):
         tensor.fill_(rank + index)
         if kind == "all_reduce":
             work = dist.all_reduce(tensor, async_op=True)
