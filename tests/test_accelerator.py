@@ -350,19 +350,27 @@ def test_calls_in_flight_that_share_memory_follow_each_other(rank, world, order,
 
 
 @on_ranks(2, fresh=True, init=False, deadline=15)
-@ORDERS
-def test_a_stream_that_is_blocked_and_copies_results_does_not_wait_for_itself(rank, order):
-    """torch's pool hands out the stream that copies results: blocked, it held up the copy that ends the block."""
+@pytest.mark.parametrize("kind", ["all_reduce", "send"])
+@pytest.mark.parametrize("order", ["early", "late"])
+def test_a_stream_that_is_blocked_and_makes_copies_does_not_wait_for_itself(rank, order, kind):
+    """torch's pool hands out the streams that make copies: blocked, they held up the copies that end the block."""
     start(order, seed=rank)
-    streams = [torch.Stream("standin") for _ in range(9)]
-    for index, stream in enumerate(streams * 2):
-        tensor = torch.full((1000,), float(rank + index), device="standin")
-        work = dist.all_reduce(tensor, async_op=True)
+    # A message of this size is copied in as the other rank receives it.
+    count = 1000 if kind == "all_reduce" else 4 << 20
+    tensor, result = torch.empty(count, device="standin"), torch.empty(1, device="standin")
+    # All streams of the pool.
+    for index, stream in enumerate([torch.Stream("standin") for _ in range(8)]):
+        tensor.fill_(rank + index)
+        if kind == "all_reduce":
+            work = dist.all_reduce(tensor, async_op=True)
+        else:
+            work = dist.irecv(tensor, 0) if rank == 1 else dist.isend(tensor, 1)
         with stream:
             work.block_current_stream()
-            result = tensor + 1
+            result.copy_(tensor[-1:])
         stream.synchronize()
-        assert (result.cpu() == 2 * index + 2).all(), index
+        assert result.item() == (2 * index + 1 if kind == "all_reduce" else index), index
+        work.wait()
 
 
 @on_ranks(2, fresh=True, init=False)

@@ -4,7 +4,10 @@ Each test runs its program on CPU tensors, and then on the stand-in with its str
 fetch their batches on a stream of their own, as training does.
 """
 
+import contextlib
 import functools
+import random
+import time
 
 import pytest
 import torch
@@ -838,3 +841,121 @@ def test_a_checkpoint_comes_back_as_it_was_saved(rank, world, how, backend, tmp_
     for a, b in zip(before, values(other.parameters()), strict=True):
         assert a.cpu().equal(b.cpu())
     dist.destroy_process_group()
+
+
+# --- programs by chance ---
+
+
+def issue(kind, tensor, base, group, me, root, step):
+    """Issues a call of a group on this rank's tensor. Returns the output or outputs, the expected values, and the work.
+
+    `base` has the values of each rank of the group.
+    """
+    world = len(base)
+    part, right, left = len(base[0]) // world, (me + 1) % world, (me - 1) % world
+    options = {"group": group, "async_op": True}
+    new = functools.partial(torch.empty, device=tensor.device)
+    if kind == "all_reduce":
+        return tensor, sum(base), dist.all_reduce(tensor, **options)
+    if kind == "broadcast":
+        return tensor, base[root], dist.broadcast(tensor, group_src=root, **options)
+    if kind == "reduce":
+        return tensor, sum(base) if me == root else base[me], dist.reduce(tensor, group_dst=root, **options)
+    if kind == "gather":
+        outputs = [new(len(one)) for one in base] if me == root else None
+        return outputs or [], base if me == root else [], dist.gather(tensor, outputs, group_dst=root, **options)
+    if kind == "scatter":
+        inputs = [one.to(tensor.device) for one in base] if me == root else None
+        return tensor, base[me], dist.scatter(tensor, inputs, group_src=root, **options)
+    if kind == "all_gather":
+        outputs = [new(len(one)) for one in base]
+        return outputs, base, dist.all_gather(outputs, tensor, **options)
+    if kind == "reduce_scatter":
+        output = new(part)
+        work = dist.reduce_scatter_single(output, tensor.contiguous(), **options)
+        return output, sum(base)[me * part : (me + 1) * part], work
+    if kind == "all_to_all":
+        # The sizes differ from pair to pair, and some are zero.
+        sizes = [[(3 * to + 2 * me + step) % 4 * part // 4 for to in range(world)] for me in range(world)]
+        output = new(sum(row[me] for row in sizes))
+        sent = tensor[: sum(sizes[me])].contiguous()
+        blocks = [base[r][sum(sizes[r][:me]) :][: sizes[r][me]] for r in range(world)]
+        work = dist.all_to_all_single(output, sent, [row[me] for row in sizes], sizes[me], **options)
+        return output, torch.cat(blocks), work
+    if kind == "batch":
+        with dist._coalescing_manager(group=group, device=tensor.device, async_ops=True) as batch:
+            outputs = [tensor, tensor * 2]
+            for output in outputs:
+                dist.all_reduce(output, group=group)
+        return outputs, [sum(base), sum(base) * 2], batch
+    output = new(len(base[0]))
+    dist.isend(tensor, group_dst=right, group=group, tag=step)
+    return output, base[left], dist.irecv(output, group_src=left, group=group, tag=step)
+
+
+KINDS = [
+    "all_reduce",
+    "broadcast",
+    "reduce",
+    "gather",
+    "scatter",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "batch",
+]
+
+
+def check(how, stream, work, output, expected, what):
+    """Waits for a call in one of several ways, and compares what the stream then sees."""
+    with contextlib.nullcontext() if stream is None else stream:
+        if how == "future" and hasattr(work, "get_future"):
+            work.get_future().wait()
+        elif how == "poll" and hasattr(work, "is_completed"):
+            while not work.is_completed():
+                time.sleep(0)
+        else:
+            work.wait()
+        pairs = zip(output, expected, strict=True) if isinstance(output, list) else [(output, expected)]
+        assert all(mine.cpu().equal(theirs) for mine, theirs in pairs), what
+
+
+@on_ranks(3, fresh=True, init=False)
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("order", standin.ORDERS)
+def test_random_programs_over_several_groups_and_devices_give_the_results_of_the_host(rank, world, order, seed):
+    module = standin.register(order, 3 * seed + rank)
+    init_group()
+    members = [[0, 1, 2], [0, 1, 2], [0, 2], [1, 2]]
+    groups = [dist.group.WORLD, *(dist.new_group(ranks) for ranks in members[1:])]
+    # All ranks issue the same calls. Devices, streams, and the ways and order of waits are a rank's own.
+    program, mine = random.Random(seed), random.Random(100 * seed + rank)
+    streams = [[torch.Stream(torch.device("standin", device)) for _ in range(3)] for device in (0, 1)]
+    with standin.nothing_is_lost(module):
+        pending = []
+        for step in range(50):
+            which, kind = program.randrange(4), program.choice([*KINDS, "ring"])
+            count, root = program.choice([0, 1, 5, 300, 5000, 100_000]), program.randrange(2)
+            ranks = members[which]
+            if rank not in ranks:
+                continue
+            base = [torch.arange(count * len(ranks), dtype=torch.float32) % 11 + r + step for r in ranks]
+            index = mine.choice([0, 0, 1, None])
+            device = torch.device("cpu") if index is None else torch.device("standin", index)
+            made, seen = (None, None) if index is None else mine.choices(streams[index], k=2)
+            with contextlib.nullcontext() if made is None else made:
+                tensor = base[ranks.index(rank)].clone().to(device)
+                if count and mine.random() < 0.3:
+                    tensor = tensor.repeat_interleave(2)[::2]
+                call = issue(kind, tensor, base, groups[which], ranks.index(rank), root, step)
+            output, expected, work = call
+            pending.append((seen, work, output, expected, (step, kind, count, str(device), which)))
+            del tensor, call, output, work
+            mine.shuffle(pending)
+            while len(pending) > mine.choice([0, 3, 6]):
+                check(mine.choice(["wait", "future", "poll"]), *pending.pop())
+        while pending:
+            check(mine.choice(["wait", "future", "poll"]), *pending.pop())
+        dist.barrier()
+    counts = module.counts()
+    assert (counts["pageable"], counts["wrong_device"], counts["after_free"]) == (0, 0, 0), counts
