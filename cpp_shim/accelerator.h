@@ -74,7 +74,7 @@ class StagedTensors final : public bridge::AcceleratorCall {
     if (done_) done_->synchronize();
   }
   c10::Stream results_stream() const { return out_.value_or(stream_); }  // where results are written
-  bool copies_on_current_stream() const { return current_stream() == side(false) || current_stream() == side(true); }
+  bool copies_on_current_stream() const { return in_ == current_stream() || out_ == current_stream(); }
   c10::Stream current_stream() const { return c10::impl::VirtualGuardImpl(device().type()).getStream(device()); }
   // Ends the call for its caller. If it has failed, copies may be in flight: the device's allocator keeps the memory until
   // they have been made, or `held` says that the memory must never be freed.
