@@ -11,6 +11,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/distributed/c10d/cuda/StreamBlock.hpp>
 
+#include "interpreter.h"
 #include "torch_compat.h"
 
 namespace accl {
@@ -158,6 +159,11 @@ void StagedTensors::block_current_stream() const {
   if (done_) done_->block(VirtualGuardImpl(device().type()).getStream(device()));
 }
 
+bool StagedTensors::copies_on_current_stream() const {
+  const auto current = VirtualGuardImpl(device().type()).getStream(device());
+  return in_ && !is_own_stream() && (side(false) == current || side(true) == current);
+}
+
 void StagedTensors::outlive(const bridge::Status& status, bridge::Status& held, const std::vector<c10::Storage>& memory) const noexcept {
   if (!is_ok(status) && out_) {
     try {
@@ -182,6 +188,9 @@ void StagedTensors::release() const {
 
 void block_stream_until_through(std::shared_ptr<StagedTensors> tensors, c10::ivalue::Future& future,
                                 std::chrono::milliseconds timeout) {
+  const c10::DeviceGuard on(tensors->device());
+  // A block would hold up the copies behind it, which end it.
+  if (tensors->copies_on_current_stream()) return without_gil([&] { future.wait(); });
   // torch has one implementation for each type of device that has any.
   const auto type = c10::DeviceTypeName(tensors->device().type());
   std::shared_ptr<c10d::cuda::StreamBlock> block = c10d::cuda::StreamBlockRegistry()->Create(type, timeout);

@@ -62,6 +62,8 @@ class StagedTensors final : public bridge::AcceleratorCall {
   // Copies temporaries back, and records the event behind all results.
   void finish() const override;
 
+  // Whether the current stream makes copies of the call.
+  bool copies_on_current_stream() const;
   // Makes the current stream wait for the results, if the call has any on this device.
   void block_current_stream() const;
   void end_on_current_stream() const {
