@@ -392,6 +392,26 @@ def test_a_block_stops_the_stream_of_the_tensors_and_not_of_the_current_device(r
 
 @on_ranks(2, fresh=True, init=False)
 @ORDERS
+def test_a_call_that_writes_follows_an_earlier_one_of_the_same_memory_that_reads(rank, order):
+    """The data of the second call is there before the device comes to the first one."""
+    module = start(order, seed=rank)
+    values = torch.arange(2 << 20, dtype=torch.float32)
+    for _ in range(5):
+        tensor = values.to("standin") + rank
+        whole = torch.empty(2 * tensor.numel(), device="standin")
+        if rank == 0:
+            module.compute(3000)
+        works = [
+            dist.all_gather_into_tensor(whole, tensor, async_op=True),
+            dist.broadcast(tensor, 1, async_op=True),
+        ]
+        for work in works:
+            work.wait()
+        assert whole.cpu().equal(torch.cat([values, values + 1])) and tensor.cpu().equal(values + 1)
+
+
+@on_ranks(2, fresh=True, init=False)
+@ORDERS
 def test_the_future_of_a_batch_completes_behind_the_results(rank, order):
     module = start(order, seed=rank)
     backend = dist.group.WORLD._get_backend(torch.device("standin"))
