@@ -885,3 +885,4 @@ def test_messages_from_any_rank_name_their_sender(rank, order):
             dist.isend(tensor, 0, tag=4)
             work.wait()
             assert work._source_rank() == 0 and (other.cpu() == 0).all()
+    dist.barrier()
