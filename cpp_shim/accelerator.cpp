@@ -95,9 +95,7 @@ const at::Tensor& StagedTensors::dense(const at::Tensor& tensor, bool is_written
     packed.is_written = packed.is_written || is_written;
     return packed.dense;
   }
-  const Quiet quiet;
-  const c10::DeviceGuard on(device());
-  packed_.push_back({tensor, tensor.resolve_conj().resolve_neg().contiguous(), is_written});
+  packed_.push_back({tensor, at::empty(tensor.sizes(), tensor.options()), is_written});
   return packed_.back().dense;
 }
 
@@ -113,6 +111,8 @@ int64_t StagedTensors::pool_stream() const {
 
 void StagedTensors::begin(int64_t in, int64_t out) const {
   plainly([&] {
+    const Quiet quiet;
+    for (const auto& packed : packed_) packed.dense.copy_(packed.tensor, /*non_blocking=*/true);
     in_.emplace(c10::Stream::UNSAFE, device(), in);
     out_.emplace(c10::Stream::UNSAFE, device(), out);
     if (is_own_stream()) return;
@@ -154,11 +154,7 @@ void StagedTensors::finish() const {
 }
 
 void StagedTensors::follow(const bridge::AcceleratorCall& earlier) const {
-  plainly([&] {
-    const Quiet quiet;
-    static_cast<const StagedTensors&>(earlier).block_current_stream();
-    for (const auto& packed : packed_) packed.dense.copy_(packed.tensor, /*non_blocking=*/true);
-  });
+  plainly([&] { static_cast<const StagedTensors&>(earlier).block_current_stream(); });
 }
 
 void StagedTensors::block_current_stream() const {

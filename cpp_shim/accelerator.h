@@ -47,21 +47,21 @@ class StagedTensors final : public bridge::AcceleratorCall {
   StagedTensors(c10::Device device, Origin origin);
 
   c10::Device device() const { return stream_.device(); }
-  // Returns a dense tensor with the values of this one: the tensor itself, or a temporary. `finish` copies a temporary
-  // back if `is_written`. Valid as long as this object.
+  // Returns a dense tensor for the values of this one: the tensor itself, or a temporary, which `begin` fills and `finish`
+  // copies back if `is_written`. Valid as long as this object.
   const at::Tensor& dense(const at::Tensor& tensor, bool is_written);
 
   rust::String device_name() const noexcept override;
   bridge::AcceleratorStream stream() const noexcept override;
   int64_t pool_stream() const override;
-  // With the call's own stream for both, the call follows that stream by itself.
+  // Packs tensors that are not dense. With the call's own stream for both, the call follows that stream by itself.
   void begin(int64_t in, int64_t out) const override;
   bool may_copy(bool out) const override;
   void copy(bool out, size_t tensor, size_t host, uint64_t bytes, bool is_pinned) const override;
   std::unique_ptr<bridge::AcceleratorEvent> record(bool out) const override;
   // Copies temporaries back, and records the event behind all results.
   void finish() const override;
-  // Makes the current stream wait for an earlier call, and packs again what that call may have written.
+  // Makes the current stream wait for an earlier call.
   void follow(const bridge::AcceleratorCall& earlier) const override;
 
   // Makes the current stream wait for the results, if the call has any on this device.

@@ -116,7 +116,7 @@ AcclBackend::WorkPtr AcclBackend::run_recorded(Call& call, const Event& event, c
   entry->keep_memory();
   entry->accelerator = accelerator;
   if (call.args.is_profiled) entry->record_phases(event.title);
-  begun(work, bridge::group_submit(*group_->group, call.finish(), accelerator, *entry->ticket), async_op);
+  begun(work, without_gil([&] { return bridge::group_submit(*group_->group, call.finish(), accelerator, *entry->ticket); }), async_op);
   return work;
 }
 

@@ -621,9 +621,9 @@ def test_layers_that_come_from_another_rank_are_on_the_device_of_this_rank(rank,
 
 @on_ranks(2, fresh=True, init=False)
 def test_scaled_gradients_have_the_bits_of_cpu_tensors(rank, world):
-    def case(device):
+    def case(device, *scale_on):
         net = built(device, mode="exact-wave")
-        scaler = layer_parallel.GradScaler(net, device.type, init_scale=64.0)
+        scaler = layer_parallel.GradScaler(net, *scale_on, init_scale=64.0)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         found = []
         for number, bad in enumerate((0.0, math.inf, 0.0)):
@@ -635,7 +635,57 @@ def test_scaled_gradients_have_the_bits_of_cpu_tensors(rank, world):
             found.append([scaler.get_scale(), detached(net)])
         return found, layer_parallel.clip_grad_norm_(net, 0.01)
 
-    same(begin(rank), rank, case, orders=("late",))
+    module = begin(rank)
+    same(module, rank, lambda device: case(device, device.type), orders=("late",))
+    # The scale is on the CPU unless the caller says otherwise; torch would read results of the device too early.
+    # torch itself copies the scale to the device from memory that is not pinned.
+    same(module, rank, case, orders=("late", "random"), faults=FAULTS[1:])
+
+
+@on_ranks(2, fresh=True, init=False)
+def test_side_inputs_on_the_cpu_get_gradients_there(rank, world):
+    def case(device):
+        with device:
+            net = LayerParallel([ode(lambda number: Shifted()) for _ in range(4)], seed=5, mode="exact-wave")
+        x, scale, shift = drawn(1, (8, WIDTH), (WIDTH,), (8, WIDTH))
+        side = {"scale": scale.requires_grad_(), "shift": shift.requires_grad_()}
+        net(x.to(device), side).sum().backward()
+        assert all(each.grad is None or each.grad.device == CPU for each in side.values())
+        return [each.grad for each in side.values()]
+
+    same(begin(rank), rank, case)
+
+
+@on_ranks(2, fresh=True, init=False)
+def test_a_net_that_moves_to_a_device_between_batches_has_the_bits_of_cpu_tensors(rank, world):
+    def case(device):
+        net = built(CPU, fwd=CYCLE, bwd=CYCLE)
+        x, target = drawn(1, (8, 4), (8, 3))
+        losses = [net.step(x, target, squared)]
+        net.to(device)
+        losses.append(net.step(x.to(device), target.to(device), squared))
+        return losses, detached(net)
+
+    same(begin(rank), rank, case)
+
+
+@on_ranks(2, fresh=True, init=False)
+def test_a_rank_that_cannot_use_the_device_of_the_input_leaves_no_other_rank_waiting(rank, world, monkeypatch):
+    begin(rank)
+
+    def refuse(device_type, wire):
+        raise RuntimeError("no memory for a context")
+
+    monkeypatch.setattr("torch_accl.layer_parallel._solve.opening._current_of", refuse)
+    # The layers of the second rank have no parameters, so nothing shows their device.
+    made = [plain(lambda number: nn.Linear(4, 4)), plain(lambda number: nn.Tanh())]
+    with torch.device("standin"):
+        net = LayerParallel(made, seed=5, mode="exact-wave")
+    x, target = (each.to("standin") for each in drawn(1, (8, 4), (8, 4)))
+    with pytest.raises(
+        LayerParallelError, match="rank 1.*no memory for a context.*give each rank of the layers a device"
+    ):
+        net.step(x, target, squared)
 
 
 @on_ranks(2, fresh=True, init=False)

@@ -95,7 +95,10 @@ def _may_exist(device: str) -> bool:
             # The second one is the GPU of Windows in WSL.
             return os.path.exists("/dev/kfd") or os.path.exists("/dev/dxg")
         case "cuda":
-            return torch.version.cuda is not None and _is_there("libcuda.so.1")
+            # torch's own libraries may find a driver that is not on the loader's usual path.
+            return torch.version.cuda is not None and (
+                any(map(os.path.exists, ("/dev/nvidiactl", "/dev/dxg"))) or _is_there("libcuda.so.1")
+            )
         case "xpu":
             return torch.xpu._is_compiled()
     return True

@@ -139,8 +139,17 @@ def _accelerators() -> dict[str, Any]:
         )
         return {"accelerators": f"none: {missing}"}
     name_of = getattr(torch.get_device_module(kind), "get_device_name", lambda index: "")
+
+    def shown(index: int) -> str:
+        try:
+            name = name_of(index)
+        except RuntimeError as error:
+            # A driver that is too old, or a device that another process has for itself.
+            name = f"(cannot be used: {str(error).splitlines()[0]})"
+        return f"{kind.type}:{index} {name}".strip()
+
     return {
-        "accelerators": [f"{kind.type}:{index} {name_of(index)}".strip() for index in range(count)],
+        "accelerators": [shown(index) for index in range(count)],
         "accelerator_route": "staged: copies to pinned host memory and back",
         "accelerator_codecs": "on the CPU: no kernels for accelerators exist",
     }

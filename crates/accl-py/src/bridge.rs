@@ -319,7 +319,8 @@ pub mod ffi {
         fn stream(self: &AcceleratorCall) -> AcceleratorStream;
         /// The id of another stream of the device, from torch's pool.
         fn pool_stream(self: &AcceleratorCall) -> Result<i64>;
-        /// Sets the side streams. Copies follow the work that the call's stream has now.
+        /// Sets the side streams, and packs tensors that are not dense. Copies follow the work that the call's stream has
+        /// now.
         fn begin(self: &AcceleratorCall, in_stream: i64, out_stream: i64) -> Result<()>;
         fn may_copy(self: &AcceleratorCall, out: bool) -> Result<bool>;
         fn copy(
@@ -332,7 +333,7 @@ pub mod ffi {
         ) -> Result<()>;
         fn record(self: &AcceleratorCall, out: bool) -> Result<UniquePtr<AcceleratorEvent>>;
         fn finish(self: &AcceleratorCall) -> Result<()>;
-        /// Makes the current stream, and copies that it has made for this call, follow a call that is enqueued.
+        /// Makes the current stream follow a call that is enqueued.
         fn follow(self: &AcceleratorCall, earlier: &AcceleratorCall) -> Result<()>;
 
         /// Runs Python's signal handlers if this is Python's main thread. Returns true if one raised.
@@ -377,10 +378,10 @@ use crate::ticket::{
 // SAFETY: a task is moved as a whole and run by one thread. It holds tensors and a raw group reference that the shim
 // keeps alive until the task has run.
 unsafe impl Send for ffi::Task {}
-// SAFETY: torch's streams and events may be used by any thread. One thread at a time uses a call: the one that issues it,
-// then the one that has the lock of its `CallStreams`.
+// SAFETY: torch's streams and events may be used by any thread. One thread at a time changes a call: the one that issues
+// it, then the one that has the lock of its `CallStreams`. `follow` reads a call that no thread changes any more.
 unsafe impl Send for ffi::AcceleratorCall {}
-// SAFETY: the lock of the call's `CallStreams` lets one thread at a time use it.
+// SAFETY: the lock of the call's `CallStreams` lets one thread at a time change it; see above.
 unsafe impl Sync for ffi::AcceleratorCall {}
 // SAFETY: any thread may query and destroy an event of torch.
 unsafe impl Send for ffi::AcceleratorEvent {}

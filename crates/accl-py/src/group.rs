@@ -173,6 +173,8 @@ impl Group {
             && !desc.collective.is_point_to_point()
             && !inner.in_order.follow(&Memory::of(&desc), tensors).map_err(refused)?
         {
+            // Other ranks may have issued the call.
+            inner.group.abort(INTERRUPTED);
             return Ok(Waited::interrupted());
         }
         let is_small = desc.bytes() <= inner.eager_bytes && desc.seq.is_none() && !args.waits_for_device;
@@ -266,6 +268,7 @@ bridged! {
         if let Some((memory, tensors_of)) = &memory
             && !in_order.follow(memory, tensors_of).map_err(|error| group.refused(tensors, error))?
         {
+            group.group()?.abort(INTERRUPTED);
             return Err(Error::aborted(INTERRUPTED));
         }
         group.stage(&mut desc, args, tensors)?;

@@ -88,11 +88,11 @@ class GradScaler(torch.amp.GradScaler):
         [count] = wire.together(
             torch.tensor([int(mine)], dtype=torch.int64, device=wire.device), "checking for infinite gradients"
         )
-        # A rank without gradients has no entry yet; it needs one to learn the result.
+        # One entry, where the scale is: torch would read entries of other devices before they are copied. A rank without
+        # gradients has none, and needs one to learn the result.
+        found.clear()
         device = torch.device(self._device)
-        found.setdefault(device, torch.zeros((), dtype=torch.float32, device=device))
-        for value in found.values():
-            value.fill_(float(count > 0))
+        found[device] = torch.full((), float(count > 0), dtype=torch.float32, device=device)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Steps, unless a gradient of any rank is infinite or NaN."""

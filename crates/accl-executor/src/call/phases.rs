@@ -99,6 +99,8 @@ impl Phases {
         };
         let copied_out = match of(&self.handed_over) {
             0 => 0,
+            // Another part may have waited for a peer.
+            _ if self.has_failed.load(Ordering::Relaxed) => 0,
             handed_over => total.saturating_sub(handed_over),
         };
         let bus = (copied_in + copied_out).min(total - queue - reduce);
@@ -279,6 +281,21 @@ mod tests {
             watch.hand_over();
         });
         assert_eq!(found, [1, 2 + 32, 8, 16, 4]);
+    }
+
+    #[test]
+    fn a_part_that_waits_for_a_lost_peer_is_not_on_the_bus() {
+        let found = staged_times(true, |_, watch| {
+            let [first, second] = [watch(), watch()];
+            first.begin();
+            second.begin();
+            first.arrive();
+            first.meet();
+            pass(1);
+            first.hand_over();
+            pass(30);
+        });
+        assert_eq!(found, [0, 0, 0, 31, 0]);
     }
 
     #[test]

@@ -151,7 +151,7 @@ class Layers:
         return {int(number): module for number, module in self._holder.items()}
 
     def state(self) -> int:
-        """Returns a hash of all that determines the dtypes and shapes that layers return."""
+        """Returns a hash of all that determines the dtypes, shapes and devices of what layers return."""
         modules = list(self._holder.modules())
         if len(modules) != len(self._seen) or any(seen() is not module for seen, module in zip(self._seen, modules)):
             self._seen = [weakref.ref(module) for module in modules]
@@ -162,8 +162,8 @@ class Layers:
                 *(
                     (
                         module.training,
-                        *((t.dtype, t.shape) for t in module._parameters.values() if t is not None),
-                        *((t.dtype, t.shape) for t in module._buffers.values() if t is not None),
+                        *((t.dtype, t.shape, t.device) for t in module._parameters.values() if t is not None),
+                        *((t.dtype, t.shape, t.device) for t in module._buffers.values() if t is not None),
                     )
                     for module in modules
                 ),

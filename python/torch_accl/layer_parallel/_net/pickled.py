@@ -51,7 +51,7 @@ def saved(value: Any) -> bytes:
 def loaded(data: bytes, modules: Iterable[nn.Module]) -> Any:
     """Loads a value that any rank has saved. Tensors of an accelerator come to the device of this rank's `modules`.
 
-    Without parameters in these, tensors come to the current device of their type.
+    Without parameters in these, tensors come to the current device of their type; to the CPU if this rank has none.
     """
     own = {parameter.device.type: parameter.device for module in modules for parameter in module.parameters()}
 
@@ -61,7 +61,9 @@ def loaded(data: bytes, modules: Iterable[nn.Module]) -> Any:
             return None
         device = own.get(kind, next(iter(own.values()), None))
         if device is None:
-            device = torch.empty(0, dtype=torch.uint8, device=kind).device
+            found = torch.accelerator.current_accelerator(check_available=True)
+            here = kind if found is not None and found.type == kind else "cpu"
+            device = torch.empty(0, dtype=torch.uint8, device=here).device
         return torch.serialization.default_restore_location(storage, str(device))  # type: ignore[no-untyped-call]
 
     return torch.load(io.BytesIO(data), map_location=located, weights_only=False)

@@ -80,8 +80,11 @@ class Wire:
             if device.type not in kinds or (device.type != "cpu" and self._backend_of(device) in _OF_THE_CPU):
                 return None
             backend = self.group._get_backend(device)
+            # The CPU comes first: ranks may have other devices.
             self._routes[device.type] = next(
-                kind for kind in kinds if self.group._get_backend(torch.device(kind)) is backend
+                kind
+                for kind in sorted(kinds, key=lambda kind: (kind != "cpu", kind))
+                if self.group._get_backend(torch.device(kind)) is backend
             )
         return self._routes[device.type]
 

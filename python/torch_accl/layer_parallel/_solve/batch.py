@@ -445,7 +445,11 @@ class Batch:
         """Returns the gradients of the user's tensors, from the gradients of the states before the first layer."""
         if not gradients:
             return [None] * len(self.given)
-        return [*self.together(gradients), *self.side_gradients]
+        found = [*self.together(gradients), *self.side_gradients]
+        # Side inputs may be on another device than the states.
+        return [
+            gradient if gradient is None else gradient.to(given.device) for gradient, given in zip(found, self.given)
+        ]
 
 
 def split(x: Any, micro_batches: int) -> tuple[Form, list[MicroBatch]]:

@@ -38,6 +38,7 @@ _ABSENT = -(1 << 63)
 _COMPARED_INPUTS = 2
 # Batch numbers are compared modulo this number, so that sums of their squares do not overflow.
 _MODULUS = 1 << 20
+_CPU = torch.device("cpu")
 
 
 @dataclass
@@ -222,7 +223,13 @@ def _open(batch: Batch, refusal: BaseException | None, *, is_recorded: bool) -> 
         _check_names(solver, side_form)
     else:
         side_form = kind.side
-    device = _current_of(maxima.device_type, wire) if own is None else own
+    device = own
+    if kind is None:
+        # An error of one rank alone would leave the others in the batch.
+        remedy = "give each rank of the layers a device of the input's type, or put the net on the CPU"
+        agreed(wire, what, remedy, lambda: own or _current_of(maxima.device_type, wire))
+    if device is None:
+        device = _current_of(maxima.device_type, wire)
     layer_inputs = batch.layer_inputs
     if side_form.names:
         layer_inputs = Side(
@@ -273,6 +280,10 @@ def _refusal_of(batch: Batch, device: torch.device) -> BaseException | None:
 def _current_of(device_type: int, wire: Wire) -> torch.device:
     """Returns this rank's current device of the type that is given by its hash, for a rank whose layers show none."""
     kind = next((kind for kind in wire.device_types if digest(kind.encode()) == device_type), "cpu")
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if kind != "cpu" and (found is None or found.type != kind) and wire.route(torch.device(kind)) == wire.route(_CPU):
+        # The same backend sends tensors of the CPU, so this rank computes there.
+        return _CPU
     # Only the device of a tensor has its index.
     return torch.empty(0, dtype=torch.uint8, device=kind).device
 
