@@ -55,7 +55,7 @@ impl Offload for Sums {
     fn route(&self, desc: &CallDesc) -> Route {
         match (desc.collective, desc.dtype, desc.op) {
             (Collective::AllReduce, Dtype::F32, ReduceOp::Sum) => Route::Offload(Arc::new(self.clone())),
-            _ => Route::Host("it is no sum of float32"),
+            _ => Route::Host("it is not a sum of float32"),
         }
     }
 
