@@ -114,8 +114,8 @@ def test_parameters_on_another_device_are_refused_when_the_state_is_made(rank, w
         match=r"tensors that accl reduces, but these are on cuda:0, which the group reduces with gloo, uncompressed",
     ):
         compression.CompressionState(Compression(), net, gloo_group("cpu:accl,cuda:gloo"))
-    # accl serves all devices of the default group.
-    compression.CompressionState(Compression(), net)
+    # accl serves the device in such a group.
+    compression.CompressionState(Compression(), net, dist.new_group(backend="cpu:accl,cuda:accl"))
     # A parameter without memory may still get its memory on the CPU.
     compression.CompressionState(Compression(), nn.Linear(8, 8, device="meta"))
 

@@ -46,7 +46,7 @@ def killed(kind: str, behind: int) -> dict[str, Any]:
         store = dist.distributed_c10d._get_default_store()
         if rank == 1:
             device.compute(behind)
-            works = [dist.all_reduce(tensor, async_op=True) for _ in range(4)]
+            works = [dist.all_reduce(tensor.clone(), async_op=True) for _ in range(4)]
             assert works
             store.set("in flight", "")
             os.kill(os.getpid(), signal.SIGKILL)

@@ -14,8 +14,17 @@ import sys
 
 import pytest
 
-# The files that take longest begin first, so that no process is left with one when the others have finished.
+# Tests on the stand-in for an accelerator begin before all others: torch's autograd serves the types of devices that exist
+# at the first backward pass of a process, and ranks are forked from this one. Then the files that take longest begin, so
+# that no process is left with one when the others have finished.
+FIRST = [
+    "test_accelerator.py",
+    "test_accelerator_training.py",
+    "test_compression_on_devices.py",
+    "test_layer_parallel_on_devices.py",
+]
 LONG = [
+    *FIRST,
     "test_exit.py",
     "test_layer_parallel.py",
     "test_cli_bench.py",
