@@ -393,18 +393,18 @@ def test_a_block_stops_the_stream_of_the_tensors_and_not_of_the_current_device(r
 @on_ranks(2, fresh=True, init=False)
 @ORDERS
 def test_a_call_that_writes_follows_an_earlier_one_of_the_same_memory_that_reads(rank, order):
-    """The data of the second call is there before the device comes to the first one."""
+    """The second call is issued on a stream without other work, and its data is there before the first call can read."""
     module = start(order, seed=rank)
-    values = torch.arange(2 << 20, dtype=torch.float32)
-    for _ in range(5):
+    values = torch.arange(300_000, dtype=torch.float32)
+    busy = torch.Stream("standin")
+    for _ in range(3):
         tensor = values.to("standin") + rank
         whole = torch.empty(2 * tensor.numel(), device="standin")
-        if rank == 0:
-            module.compute(60)
-        works = [
-            dist.all_gather_into_tensor(whole, tensor, async_op=True),
-            dist.broadcast(tensor, 1, async_op=True),
-        ]
+        busy.wait_event(torch.accelerator.current_stream().record_event())
+        with busy:
+            module.compute(40)
+            works = [dist.all_gather_into_tensor(whole, tensor, async_op=True)]
+        works.append(dist.broadcast(tensor, 1, async_op=True))
         for work in works:
             work.wait()
         assert whole.cpu().equal(torch.cat([values, values + 1])) and tensor.cpu().equal(values + 1)
