@@ -234,6 +234,39 @@ def test_views_of_every_layout_are_read_and_written(rank, order):
 
 
 @on_ranks(2, fresh=True, init=False)
+def test_a_dropped_tensor_lives_until_its_results_are_copied(rank):
+    """No stream waits for the call, and it is only enqueued when the backend drops calls that are through."""
+    module = start("late")
+    store = dist.distributed_c10d._get_default_store()
+    tensor = torch.ones(1000, device="standin")
+    if rank == 1:
+        store.wait(["frozen"])
+    work = dist.all_reduce(tensor, async_op=True)
+    if rank == 0:
+        # The contribution has been copied, and from now on the device does nothing by itself.
+        time.sleep(0.2)
+        module.freeze(True)
+        store.set("frozen", "")
+        future = work.get_future()
+        until = time.monotonic() + 20
+        while not future.done():
+            assert time.monotonic() < until
+            time.sleep(0.001)
+        assert not work.is_completed()
+        del tensor, work, future
+        gc.collect()
+        for _ in range(3):
+            sent = dist.isend(torch.ones(1), rank)
+            dist.irecv(torch.ones(1), rank).wait()
+            sent.wait()
+        module.freeze(False)
+        for _ in range(2):
+            torch.accelerator.synchronize()
+        assert module.counts()["after_free"] == 0, module.counts()
+    dist.barrier()
+
+
+@on_ranks(2, fresh=True, init=False)
 def test_a_call_is_completed_when_the_device_is_through(rank):
     module = start("late")
     store = dist.distributed_c10d._get_default_store()
