@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.distributed.checkpoint as dcp
 from support import init_group, on_ranks, standin
-from support.consumers import same_as_host
+from support.consumers import Branches, same_as_host
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.algorithms.join import Join
@@ -168,19 +168,6 @@ def test_ddp_with_a_device_for_each_rank_trains_to_the_weights_of_the_host(rank,
         return train(ddp, ((x, y.to(device)) for x, y in inputs))
 
     same_as_host(program, rank, world, index=rank % 2)
-
-
-class Branches(nn.Module):
-    """Uses one of two branches, a different one on every rank and step."""
-
-    def __init__(self):
-        super().__init__()
-        self.branches = nn.ModuleList(nn.Linear(12, 5) for _ in range(2))
-        self.step = 0
-
-    def forward(self, inputs):
-        self.step += 1
-        return self.branches[(dist.get_rank() + self.step // 2) % 2](inputs)
 
 
 @on_ranks(2, fresh=True, init=False)

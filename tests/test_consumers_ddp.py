@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import on_ranks
-from support.consumers import same_as_gloo
+from support.consumers import Branches, same_as_gloo
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
@@ -74,19 +74,6 @@ def test_ddp_with_three_ranks_trains_to_the_same_weights_but_for_the_order_of_su
 
     # Two half units per sum and step, amplified by at most 1e4 by batch normalisation of 18 rows and momentum.
     same_as_gloo(consumer, rank, world, tolerance=STEPS * 2 * 2**-53 * 1e4)
-
-
-class Branches(nn.Module):
-    """Uses one of two branches, a different one on every rank and step."""
-
-    def __init__(self):
-        super().__init__()
-        self.branches = nn.ModuleList(nn.Linear(12, 5) for _ in range(2))
-        self.step = 0
-
-    def forward(self, inputs):
-        self.step += 1
-        return self.branches[(dist.get_rank() + self.step // 2) % 2](inputs)
 
 
 @on_ranks(2, fresh=True, init=False)

@@ -101,7 +101,7 @@ def _on_host(kind: Any, rank: int, world: int, count: int, dtype: str, seed: int
 
 def _check(results: list[torch.Tensor], expected: list[torch.Tensor], what: object) -> None:
     for number, (result, wanted) in enumerate(zip(results, expected, strict=True)):
-        assert bytes_equal(result.cpu(), wanted), f"result {number} of {what} differs from that of CPU tensors"
+        assert bytes_equal(result.cpu(), wanted), f"result {number} of {what} differs from the result on CPU tensors"
 
 
 def follows_the_current_stream(device: Device, rank: int, world: int) -> None:

@@ -6,11 +6,25 @@ tensors.
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from . import standin
 from .oracle import bytes_equal
 from .runner import BACKEND, init_group
+
+
+class Branches(nn.Module):
+    """Uses one of two branches, a different one on every rank and step."""
+
+    def __init__(self):
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Linear(12, 5) for _ in range(2))
+        self.step = 0
+
+    def forward(self, inputs):
+        self.step += 1
+        return self.branches[(dist.get_rank() + self.step // 2) % 2](inputs)
 
 
 def over(backend: str, consumer, rank: int, world: int):

@@ -223,13 +223,16 @@ def _open(batch: Batch, refusal: BaseException | None, *, is_recorded: bool) -> 
         _check_names(solver, side_form)
     else:
         side_form = kind.side
-    device = own
-    if kind is None:
-        # An error of one rank alone would leave the others in the batch.
+    if own is None or kind is None:
+        # An error of one rank alone would leave the others in the batch. Later batches of this kind have no such error.
         remedy = "give each rank of the layers a device of the input's type, or put the net on the CPU"
-        agreed(wire, what, remedy, lambda: own or _current_of(maxima.device_type, wire))
-    if device is None:
-        device = _current_of(maxima.device_type, wire)
+
+        def settled() -> torch.device:
+            return own or _current_of(maxima.device_type, wire)
+
+        device = agreed(wire, what, remedy, settled)[wire.rank] if kind is None else settled()
+    else:
+        device = own
     layer_inputs = batch.layer_inputs
     if side_form.names:
         layer_inputs = Side(
