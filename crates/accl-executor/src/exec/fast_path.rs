@@ -12,8 +12,14 @@ use accl_wire::{Frame, HEAD_BYTES};
 use super::context::{RunContext, SpinLimit};
 use super::transfer::{Fragment, Incoming};
 use crate::memory::Compute;
-use crate::peers::PeerId;
+use crate::peers::{Net, PeerId};
 use crate::plan::{Plan, PlanOp, PlanOpKind, Region};
+
+/// Returns the next frame of a peer if it arrives within `polls` polls. Errors are left to a pass.
+#[inline]
+fn await_frame(net: &mut Net, peer: PeerId, polls: u32) -> Option<Frame<'_>> {
+    net.link(peer)?.await_frame(polls).ok()?
+}
 
 /// A call on the fast path.
 pub(crate) struct FastPath<'a> {
@@ -38,7 +44,9 @@ impl FastPath<'_> {
 
     fn wake_peers(&self, env: &mut RunContext<'_>) {
         for &rank in &self.plan.peers {
-            env.net.wake(env.members.peer(rank));
+            if let Some(link) = env.net.link(env.members.peer(rank)) {
+                link.wake_peer();
+            }
         }
     }
 
@@ -51,7 +59,7 @@ impl FastPath<'_> {
         }
         (0..self.spin_limit.yields).any(|_| {
             (self.spin_limit.yield_now)();
-            env.net.await_frame(peer, self.spin_limit.spins).is_some()
+            await_frame(env.net, peer, self.spin_limit.spins).is_some()
         })
     }
 
@@ -85,7 +93,9 @@ impl FastPath<'_> {
         let Some(slot) = env.net.reserve(peer, op.total as usize) else { return false };
         *slot.head = with_edge(&self.head, op.edge);
         self.compute.read(src, 0, slot.payload);
-        env.net.commit_quietly(peer);
+        if let Some(link) = env.net.link(peer) {
+            link.commit_quietly();
+        }
         if let Some(credit) = fragment.credit {
             env.members.take_eager(to, credit);
         }
@@ -104,12 +114,15 @@ impl FastPath<'_> {
             }
             fits
         };
-        let placed = env.net.await_frame(peer, self.spin_limit.spins).map(place);
-        if !placed.unwrap_or_else(|| self.yield_for_frame(peer, env) && env.net.await_frame(peer, 1).is_some_and(place))
+        let placed = await_frame(env.net, peer, self.spin_limit.spins).map(place);
+        if !placed
+            .unwrap_or_else(|| self.yield_for_frame(peer, env) && await_frame(env.net, peer, 1).is_some_and(place))
         {
             return false;
         }
-        env.net.release_quietly(peer);
+        if let Some(link) = env.net.link(peer) {
+            link.release_quietly();
+        }
         env.members.note_received(from, op.total);
         env.members.saw(from, self.seq);
         env.members.return_credit(from, Incoming::credit_of_whole(op.total), self.group, env.net);

@@ -449,8 +449,10 @@ impl Net {
         }
     }
 
+    /// Returns the link to a peer. Other modules use only the functions of a link whose effects no record of the net
+    /// shows: [`Link::await_frame`], [`Link::commit_quietly`], [`Link::release_quietly`] and [`Link::wake_peer`].
     #[inline]
-    fn link(&mut self, id: PeerId) -> Option<&mut (dyn Link + 'static)> {
+    pub(crate) fn link(&mut self, id: PeerId) -> Option<&mut (dyn Link + 'static)> {
         self.peers[id.0 as usize].link.as_deref_mut()
     }
 
@@ -558,36 +560,6 @@ impl Net {
     pub fn force_poll_all(&mut self) {
         for index in 0..self.linked.len() {
             self.force_poll(self.linked[index]);
-        }
-    }
-
-    /// Returns the next frame if it arrives within `polls` polls. Errors are left to a pass.
-    #[inline]
-    pub(crate) fn await_frame(&mut self, id: PeerId, polls: u32) -> Option<Frame<'_>> {
-        self.link(id)?.await_frame(polls).ok()?
-    }
-
-    /// Commits like [`Net::commit`], for links that send without a flush. [`Net::wake`] must follow soon.
-    #[inline]
-    pub(crate) fn commit_quietly(&mut self, id: PeerId) {
-        if let Some(link) = self.link(id) {
-            link.commit_quietly();
-        }
-    }
-
-    /// Releases like [`Net::release`]. [`Net::wake`] must follow soon.
-    #[inline]
-    pub(crate) fn release_quietly(&mut self, id: PeerId) {
-        if let Some(link) = self.link(id) {
-            link.release_quietly();
-        }
-    }
-
-    /// Wakes a peer that has armed its end, if frames or room were given to it quietly.
-    #[inline]
-    pub(crate) fn wake(&mut self, id: PeerId) {
-        if let Some(link) = self.link(id) {
-            link.wake_peer();
         }
     }
 
