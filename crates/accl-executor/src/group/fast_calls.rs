@@ -66,7 +66,8 @@ impl GroupState {
     ) -> Option<FastStart> {
         let is_quiet = !self.failure.has_come() && self.runs.is_empty() && self.inbox.is_empty() && !self.is_timed;
         let waits_for_composed = desc.collective == Collective::Barrier && self.sequence.has_composed();
-        if !is_quiet || waits_for_composed || desc.bytes() > self.fast.most_bytes || !self.is_near(net) {
+        if !is_quiet || waits_for_composed || desc.bytes() > self.fast.most_bytes || !self.all_poll_without_syscall(net)
+        {
             return None;
         }
         let FastShapes { shapes, compute, scratch, .. } = &mut self.fast;

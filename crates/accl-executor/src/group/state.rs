@@ -57,8 +57,8 @@ pub struct GroupState {
     /// Number of the latest monitored barrier.
     latest_monitored: u32,
     pub(super) failure: FirstCause,
-    /// Cached result of `is_near`.
-    near: Option<bool>,
+    /// Cached result of `all_poll_without_syscall`.
+    are_polled_without_syscall: Option<bool>,
     code_pool: BufferPool,
     /// Whether the group is in the list of groups that a pass advances.
     is_listed: bool,
@@ -93,7 +93,7 @@ impl GroupState {
             next_message: 0,
             latest_monitored: 0,
             failure: FirstCause::default(),
-            near: None,
+            are_polled_without_syscall: None,
             code_pool: BufferPool::default(),
             is_listed: false,
             packets: None,
@@ -287,15 +287,15 @@ impl GroupState {
 
     /// Returns whether all ranks' links can be polled without a system call, as far as they are known. The result is
     /// cached until there is a new link.
-    pub(super) fn is_near(&mut self, net: &Net) -> bool {
+    pub(super) fn all_poll_without_syscall(&mut self, net: &Net) -> bool {
         *self
-            .near
+            .are_polled_without_syscall
             .get_or_insert_with(|| self.members.ranks().all(|rank| net.polls_without_syscall(self.members.peer(rank))))
     }
 
     /// Returns whether tiles are sent with checksums: unless all ranks share memory.
     pub(crate) fn has_checksums(&mut self, net: &Net) -> bool {
-        !self.is_near(net)
+        !self.all_poll_without_syscall(net)
     }
 
     /// Starts a collective: passes it the frames that arrived before it, and adds it to the calls in flight.
@@ -515,8 +515,8 @@ impl GroupState {
     pub(crate) fn advance(&mut self, context: &mut Context<'_>) -> bool {
         let mut moved = false;
         let mut ended: Vec<u64> = Vec::new();
-        let is_near = self.is_near(context.net);
-        let at_once = self.admission.limit(context.now, is_near);
+        let is_intra_node = self.all_poll_without_syscall(context.net);
+        let at_once = self.admission.limit(context.now, is_intra_node);
         let mut before = 0;
         let mut withholds = false;
         let mut failure = None;
@@ -623,7 +623,7 @@ impl GroupState {
     /// Records that a peer has a new link. Returns the group's number if the peer is in the group.
     pub(super) fn note_link(&mut self, peer: PeerId) -> Option<u64> {
         self.members.rank_of(peer)?;
-        self.near = None;
+        self.are_polled_without_syscall = None;
         Some(self.id)
     }
 
