@@ -15,7 +15,7 @@ use super::call::Call;
 use super::default_codec::DefaultCodec;
 use super::planning::Planning;
 use crate::driver::Driver;
-use crate::driver::fast_turn::FastTurn;
+use crate::driver::fast_turn::{FastEnd, FastTurn};
 use crate::driver::waiting::{Delivery, lasting};
 use crate::engine::{Engine, LAST_BYTES, LAST_BYTES_FAILED, LAST_CALLS};
 use crate::events;
@@ -25,7 +25,7 @@ use crate::offload::{Offload, OpenOffloads, Route};
 use crate::spec::GroupSpec;
 use crate::time;
 use accl_executor::call::{CallDesc, External};
-use accl_executor::group::{Caller, Context, Departure, FastStart, GroupState, Notify, Prepared, Started, Stopped};
+use accl_executor::group::{Caller, Context, Departure, GroupState, Notify, Prepared, Started, Stopped};
 use accl_executor::memory::Sample;
 use accl_executor::plan::Planner;
 
@@ -172,26 +172,17 @@ impl Group {
         }
         let desc = &*desc;
         let may_be_fast = desc.may_take_fast_path() && default.is_none() && !self.closed.load(Ordering::Acquire);
-        let Some(mut turn) = may_be_fast.then(|| self.driver.fast_turn()).flatten() else {
-            return self.submit_on_host(desc, default).map(pending);
-        };
-        match turn.start(self.caller.group, desc) {
-            Some(FastStart::Done { seq, .. }) => {
-                if let Some(took) = turn.end() {
+        match may_be_fast.then(|| self.driver.start_fast(self.caller.group, desc)).flatten() {
+            Some(FastEnd::Done { seq, took }) => {
+                if let Some(took) = took {
                     let (name, rank, bytes) = (self.name(), self.caller.rank.0, desc.bytes());
                     events::ended_at_once(name, rank, desc.collective, seq, bytes, took);
                 }
                 Ok(Submitted::Done(seq))
             }
-            Some(FastStart::Stopped(stopped)) => self.resume(desc, turn, *stopped).map(pending),
-            Some(FastStart::Failed(error)) => {
-                turn.end();
-                Err(self.in_context(error.of(desc.collective)))
-            }
-            None => {
-                turn.end();
-                self.submit_on_host(desc, None).map(pending)
-            }
+            Some(FastEnd::Stopped(turn, stopped)) => self.resume(desc, turn, *stopped).map(pending),
+            Some(FastEnd::Failed(error)) => Err(self.in_context(error.of(desc.collective))),
+            None => self.submit_on_host(desc, default).map(pending),
         }
     }
 

@@ -1,14 +1,14 @@
 //! One turn of a caller on the fast path: the driver's lock, and what is due when the turn ends.
 //!
 //! Owns how long such a call polls, the watch in place of a sleeping driver, and polls that are due. The call's steps
-//! are in accl-executor. Read [`Driver::fast_turn`] first.
+//! are in accl-executor. Read [`Driver::start_fast`] first.
 
 use std::time::Duration;
 
 use accl_executor::call::CallDesc;
 use accl_executor::exec::SpinLimit;
-use accl_executor::group::{Core, FastStart};
-use accl_types::Moment;
+use accl_executor::group::{Core, FastStart, Stopped};
+use accl_types::{Error, Moment};
 
 use super::{Driver, Locked};
 use crate::events;
@@ -20,6 +20,21 @@ const SPINS: u32 = 300;
 /// The same when ranks share cores: polls before each yield, which are far cheaper than a pass, and number of yields.
 const SPINS_SHARED: u32 = 20;
 const YIELDS: u32 = 8;
+
+/// How far a call came in a turn.
+pub(crate) enum FastEnd<'a> {
+    /// The call is done, and the turn has ended.
+    Done {
+        /// Sequence number of the call in the group.
+        seq: u64,
+        /// Time of the turn, if a log or profile follows calls.
+        took: Option<Duration>,
+    },
+    /// The call stopped. It must continue in this turn, before another thread takes another frame.
+    Stopped(FastTurn<'a>, Box<Stopped>),
+    /// The call panicked, all groups have failed, and the turn has ended.
+    Failed(Box<Error>),
+}
 
 /// A caller's turn. The driver's lock is held until [`FastTurn::end`].
 #[must_use]
@@ -33,16 +48,29 @@ pub(crate) struct FastTurn<'a> {
 }
 
 impl Driver {
-    /// Begins a turn. Returns `None` in a forked child, where the lock may be held for ever.
+    /// Starts a call on the fast path, in a turn. Returns `None` if the call cannot take it; then nothing has changed.
     #[inline]
-    pub(crate) fn fast_turn(&self) -> Option<FastTurn<'_>> {
+    pub(crate) fn start_fast(&self, group: u64, desc: &CallDesc) -> Option<FastEnd<'_>> {
+        // In a forked child, the lock may be held for ever.
         if self.is_forked() {
             return None;
         }
         let begin = events::follows_calls().then(time::now);
         let mut core = self.core.lock();
         let is_watch = core.watch();
-        Some(FastTurn { driver: self, core, is_watch, begin })
+        let mut turn = FastTurn { driver: self, core, is_watch, begin };
+        match turn.core.start_fast(group, desc, self.spin_limit()) {
+            Some(FastStart::Done { seq, .. }) => Some(FastEnd::Done { seq, took: turn.end() }),
+            Some(FastStart::Stopped(stopped)) => Some(FastEnd::Stopped(turn, stopped)),
+            Some(FastStart::Failed(error)) => {
+                turn.end();
+                Some(FastEnd::Failed(error))
+            }
+            None => {
+                turn.end();
+                None
+            }
+        }
     }
 
     /// Returns how long a call on the fast path polls for a frame. The time is short because the call holds the lock.
@@ -66,12 +94,6 @@ impl Driver {
 }
 
 impl FastTurn<'_> {
-    /// Starts a call on the fast path: see [`Core::start_fast`].
-    #[inline]
-    pub(crate) fn start(&mut self, group: u64, desc: &CallDesc) -> Option<FastStart> {
-        self.core.start_fast(group, desc, self.driver.spin_limit())
-    }
-
     /// Returns the core, for a call that continues in flight.
     pub(crate) fn core(&mut self) -> &mut Core {
         &mut self.core
