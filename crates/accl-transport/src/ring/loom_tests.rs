@@ -112,8 +112,7 @@ fn notify(shared: &Shared, side: usize, what: u32) {
 
 fn send(shared: &Shared, writer: &mut Writer<Shared>, value: u8, len: usize) {
     loop {
-        if writer.reserve(len).unwrap() {
-            let slot = writer.reserved().unwrap();
+        if let Some(slot) = writer.reserve(len).unwrap() {
             slot.head.fill(value);
             slot.payload.fill(value);
             break;
@@ -131,8 +130,7 @@ fn send(shared: &Shared, writer: &mut Writer<Shared>, value: u8, len: usize) {
 
 fn receive(shared: &Shared, reader: &mut Reader<Shared>, value: u8, len: usize) {
     loop {
-        if reader.poll().unwrap() {
-            let frame = reader.frame().unwrap();
+        if let Some(frame) = reader.peek().unwrap() {
             assert!(frame.payload.len() == len && frame.head.iter().chain(frame.payload).all(|&b| b == value));
             break;
         }
@@ -188,8 +186,7 @@ fn receive_armed(shared: &Shared, reader: &mut Reader<Shared>, is_polled: &mut b
     let (side, bitmap) = (&shared.0.sides[READER], &shared.0.bitmaps[READER]);
     loop {
         if *is_polled {
-            if reader.poll().unwrap() {
-                let frame = reader.frame().unwrap();
+            if let Some(frame) = reader.peek().unwrap() {
                 assert!(frame.head.iter().chain(frame.payload).all(|&byte| byte == value));
                 break;
             }

@@ -253,19 +253,19 @@ impl<M: Memory> Writer<M> {
         count as usize & (self.memory.slot_count() - 1)
     }
 
-    /// Finds a position for a frame with a payload of `len` bytes. The caller has checked that `len` is at most the
-    /// ring's longest payload.
+    /// Reserves a position for a frame with a payload of `len` bytes; returns `None` if there is no room now. The
+    /// caller has checked that `len` is at most the ring's longest payload.
     #[inline]
-    pub(crate) fn reserve(&mut self, len: usize) -> Result<bool, Broken> {
+    pub(crate) fn reserve(&mut self, len: usize) -> Result<Option<FrameSlot<'_>>, Broken> {
         if data_bytes(len) > self.window.bytes - self.cursor.offset {
             self.grow_at_the_end(len)?;
         }
         while !self.find_room(len)? {
             if !self.grow(self.demand())? {
-                return Ok(false);
+                return Ok(None);
             }
         }
-        Ok(true)
+        Ok(self.reserved())
     }
 
     /// Called if the payload does not fit before the window's end. Grows the window if it is small for payloads of this
@@ -332,7 +332,7 @@ impl<M: Memory> Writer<M> {
 
     /// Returns the reserved position.
     #[inline]
-    pub(crate) fn reserved(&mut self) -> Option<FrameSlot<'_>> {
+    fn reserved(&mut self) -> Option<FrameSlot<'_>> {
         let Found { slot, at, len, .. } = self.reserved?;
         self.memory.note_write(slot, at, len);
         // SAFETY: `reserve` saw (Acquire) that the reader has released slot and bytes, so no other thread touches them
@@ -434,9 +434,15 @@ impl<M: Memory> Reader<M> {
         poll_until(polls, || word.load(Ordering::Relaxed) >> 32 != unchanged);
     }
 
-    /// Returns the frame that was found; the same one until it is released.
+    /// Returns the next frame, if it has arrived; the same one until it is released.
+    #[inline(always)]
+    pub(crate) fn peek(&mut self) -> Result<Option<Frame<'_>>, Broken> {
+        self.poll().map(|_| self.frame())
+    }
+
+    /// Returns the frame that was found.
     #[inline]
-    pub(crate) fn frame(&self) -> Option<Frame<'_>> {
+    fn frame(&self) -> Option<Frame<'_>> {
         let Found { slot, at, len, .. } = self.peeked?;
         self.memory.note_read(slot, at, len);
         // SAFETY: `find` checked that the payload lies inside the memory and that the frame was published (Acquire).

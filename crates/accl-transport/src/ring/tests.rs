@@ -101,10 +101,7 @@ fn head(seed: usize) -> [u8; HEAD_BYTES] {
 
 /// Puts a frame in if there is room; returns where its payload lies.
 fn put(writer: &mut Writer<Shared>, seed: usize, payload: &[u8]) -> Option<usize> {
-    if !writer.reserve(payload.len()).unwrap() {
-        return None;
-    }
-    let slot = writer.reserved().unwrap();
+    let slot = writer.reserve(payload.len()).unwrap()?;
     *slot.head = head(seed);
     slot.payload.copy_from_slice(payload);
     let at = slot.payload.as_ptr() as usize;
@@ -114,10 +111,7 @@ fn put(writer: &mut Writer<Shared>, seed: usize, payload: &[u8]) -> Option<usize
 
 /// Takes a frame out if there is one, and checks that its head matches.
 fn take(reader: &mut Reader<Shared>, seed: usize) -> Option<Vec<u8>> {
-    if !reader.poll().unwrap() {
-        return None;
-    }
-    let frame = reader.frame().unwrap();
+    let frame = reader.peek().unwrap()?;
     assert_eq!(*frame.head, head(seed));
     let payload = frame.payload.to_vec();
     assert!(reader.release());
@@ -170,8 +164,7 @@ fn as_many_frames_as_slots_are_under_way() {
 #[test]
 fn reserving_again_gives_up_the_first_place() {
     let (mut writer, mut reader, _) = ring(4, 1024, 100);
-    assert!(writer.reserve(100).unwrap());
-    writer.reserved().unwrap().payload.fill(1);
+    writer.reserve(100).unwrap().unwrap().payload.fill(1);
     put(&mut writer, 5, &[2, 2, 2]).unwrap();
     assert!(!writer.commit());
     assert_eq!(take(&mut reader, 5).unwrap(), [2, 2, 2]);

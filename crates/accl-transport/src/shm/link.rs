@@ -50,20 +50,52 @@ pub(crate) struct ShmLink {
     peer_bitmap: PeerBitmap,
     peer_process: Option<Fd>,
     max_payload_bytes: usize,
-    peer: String,
     /// Length of the shortest payload that found no room since the link was last disarmed.
     refused_bytes: Option<usize>,
     /// Whether the caller has seen the frame at which the reader stands.
     shown: bool,
     closed: bool,
-    lost: Option<Error>,
-    /// Whether the loss was returned to the caller; then it is no longer a reason to stay awake.
-    is_reported: bool,
+    loss: PeerLoss,
     /// Events that a poller has seen, if a poller watches the link.
     events: Option<LinkEvents>,
     /// Whether the kernel was asked for the peer's end.
     has_asked: bool,
     system_calls: Cell<u64>,
+}
+
+/// The peer, for messages, and why the link to it is lost, if it is.
+#[derive(Debug)]
+struct PeerLoss {
+    peer: String,
+    /// The link's first error.
+    error: Option<Error>,
+    /// Whether the error was returned to the caller; then it is no longer a reason to stay awake.
+    is_reported: bool,
+}
+
+impl PeerLoss {
+    /// Records an error and returns the link's first error.
+    fn fail(&mut self, error: Error) -> Error {
+        self.error.get_or_insert(error).clone()
+    }
+
+    fn report(&mut self) -> Result<()> {
+        let Some(lost) = &self.error else { return Ok(()) };
+        self.is_reported = true;
+        Err(lost.clone())
+    }
+
+    fn broken(&mut self, why: Broken) -> Error {
+        self.is_reported = true;
+        self.fail(match why {
+            Broken::Corrupt => Error::protocol(format!("the ring of {} contains an invalid frame", self.peer)),
+            Broken::Exhausted => Error::exhausted(format!(
+                "no memory for the ring to {}, although it has the minimum size for ACCL_SEGMENT_BYTES; free memory, lower \
+                 ACCL_SEGMENT_BYTES, or set ACCL_TRANSPORTS=tcp",
+                self.peer
+            )),
+        })
+    }
 }
 
 impl ShmLink {
@@ -80,12 +112,10 @@ impl ShmLink {
             peer_bitmap,
             peer_process,
             max_payload_bytes,
-            peer,
             refused_bytes: None,
             shown: false,
             closed: false,
-            lost: None,
-            is_reported: false,
+            loss: PeerLoss { peer, error: None, is_reported: false },
             events: None,
             has_asked: false,
             system_calls: Cell::new(0),
@@ -107,29 +137,6 @@ impl ShmLink {
         }
     }
 
-    /// Records an error and returns the link's first error.
-    fn fail(&mut self, error: Error) -> Error {
-        self.lost.get_or_insert(error).clone()
-    }
-
-    fn report_loss(&mut self) -> Result<()> {
-        let Some(lost) = &self.lost else { return Ok(()) };
-        self.is_reported = true;
-        Err(lost.clone())
-    }
-
-    fn broken(&mut self, why: Broken) -> Error {
-        self.is_reported = true;
-        self.fail(match why {
-            Broken::Corrupt => Error::protocol(format!("the ring of {} contains an invalid frame", self.peer)),
-            Broken::Exhausted => Error::exhausted(format!(
-                "no memory for the ring to {}, although it has the minimum size for ACCL_SEGMENT_BYTES; free memory, lower \
-                 ACCL_SEGMENT_BYTES, or set ACCL_TRANSPORTS=tcp",
-                self.peer
-            )),
-        })
-    }
-
     #[inline]
     fn guard_fork(&mut self) -> Result<()> {
         if self.socket.is_ours() { Ok(()) } else { Err(self.belongs_to_parent()) }
@@ -137,12 +144,12 @@ impl ShmLink {
 
     #[cold]
     fn belongs_to_parent(&mut self) -> Error {
-        self.fail(Error::internal("the link belongs to the parent process"))
+        self.loss.fail(Error::internal("the link belongs to the parent process"))
     }
 
     /// Asks the kernel, without blocking, whether the peer has closed or died.
     fn check_death(&mut self) {
-        if self.lost.is_some() {
+        if self.loss.error.is_some() {
             return;
         }
         // If the kernel was asked before and the peer was alive, the poller sees an event before the answer changes.
@@ -167,9 +174,9 @@ impl ShmLink {
         let died = self.peer_process.is_some() && !fds[1].revents().is_empty();
         let hung_up = !fds[0].revents().is_empty() && refusal::is_at_end(&self.socket);
         if died {
-            self.fail(Error::peer_lost(format!("{} has died", self.peer)));
+            self.loss.fail(Error::peer_lost(format!("{} has died", self.loss.peer)));
         } else if hung_up {
-            self.fail(refusal::ended(&self.peer));
+            self.loss.fail(refusal::ended(&self.loss.peer));
         }
     }
 
@@ -190,20 +197,20 @@ unsafe impl Link for ShmLink {
     #[inline]
     fn try_reserve(&mut self, payload_bytes: usize) -> Result<Option<FrameSlot<'_>>> {
         self.guard_fork()?;
-        if let Some(lost) = &self.lost {
+        if let Some(lost) = &self.loss.error {
             return Err(lost.clone());
         }
         if self.closed || payload_bytes > self.max_payload_bytes {
             return Err(refusal::unfit_payload(payload_bytes, self.max_payload_bytes, !self.closed));
         }
         match self.writer.reserve(payload_bytes) {
-            Ok(true) => Ok(self.writer.reserved()),
-            Ok(false) => {
+            Ok(Some(slot)) => Ok(Some(slot)),
+            Ok(None) => {
                 self.refused_bytes =
                     Some(self.refused_bytes.map_or(payload_bytes, |shorter| shorter.min(payload_bytes)));
                 Ok(None)
             }
-            Err(why) => Err(self.broken(why)),
+            Err(why) => Err(self.loss.broken(why)),
         }
     }
 
@@ -217,14 +224,14 @@ unsafe impl Link for ShmLink {
     #[inline]
     fn peek(&mut self) -> Result<Option<Frame<'_>>> {
         self.guard_fork()?;
-        // `lost` was set before this poll of the ring, so frames that the peer left behind are found first.
-        match self.reader.poll() {
-            Ok(true) => {
+        // The loss was recorded before this poll of the ring, so frames that the peer left behind are found first.
+        match self.reader.peek() {
+            Ok(Some(frame)) => {
                 self.shown = true;
-                Ok(self.reader.frame())
+                Ok(Some(frame))
             }
-            Ok(false) => self.report_loss().map(|()| None),
-            Err(why) => Err(self.broken(why)),
+            Ok(None) => self.loss.report().map(|()| None),
+            Err(why) => Err(self.loss.broken(why)),
         }
     }
 
@@ -254,7 +261,7 @@ unsafe impl Link for ShmLink {
         }
         // The edge of a hang-up may have been reported already, and then it would not end the sleep.
         self.check_death();
-        self.lost.is_some() && !self.is_reported
+        self.loss.error.is_some() && !self.loss.is_reported
     }
 
     fn disarm(&mut self) {
@@ -267,10 +274,10 @@ unsafe impl Link for ShmLink {
     fn check_peer(&mut self) -> Result<()> {
         self.guard_fork()?;
         self.check_death();
-        match (&self.lost, self.reader.poll()) {
+        match (&self.loss.error, self.reader.poll()) {
             (None, _) | (Some(_), Ok(true)) => Ok(()),
-            (Some(_), Ok(false)) => self.report_loss(),
-            (Some(_), Err(why)) => Err(self.broken(why)),
+            (Some(_), Ok(false)) => self.loss.report(),
+            (Some(_), Err(why)) => Err(self.loss.broken(why)),
         }
     }
 
@@ -318,7 +325,7 @@ unsafe impl Link for ShmLink {
 
     fn describe(&self) -> String {
         let (used, all) = self.writer.window_bytes();
-        format!("shm, ring of {} KiB that grows to {} KiB, {}", used / 1024, all / 1024, self.peer)
+        format!("shm, ring of {} KiB that grows to {} KiB, {}", used / 1024, all / 1024, self.loss.peer)
     }
 }
 
