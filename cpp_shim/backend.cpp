@@ -126,7 +126,7 @@ bridge::Waited AcclBackend::make_call(Call& call, const Event& event, const Resu
   if (ended.waited.how == bridge::Outcome::Interrupted) note_on_python_error(std::string(ended.waited.status.message));
   // Memory is kept first, because the statements below may throw.
   settle(ended.waited.status, accelerator.get(), [&] { return memory_of(results.outputs().lists, event.kept); });
-  record_phases(event.title, ended.phases);
+  if (call.args.is_profiled) record_phases(event.title, ended.phases);
   return std::move(ended.waited);
 }
 
