@@ -186,8 +186,7 @@ AcclBackend::WorkPtr AcclBackend::broadcast(Tensors& tensors, const c10d::Broadc
 
 AcclBackend::WorkPtr AcclBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) {
   Call call({"all_reduce", rank_}, Collective::AllReduce);
-  call.check.one_tensor(tensors);
-  if (tensors[0].layout() == at::kSparse) return reduce_sparse(tensors[0], opts);
+  if (tensors.size() == 1 && tensors[0].layout() == at::kSparse) return reduce_sparse(tensors[0], opts);
   call.outputs.block(call.check.single(tensors));
   call.reduce(opts.reduceOp);
   return run(call, {OpType::ALLREDUCE, "accl:all_reduce", tensors, {}}, tensors, opts);
