@@ -187,8 +187,7 @@ AcclBackend::WorkPtr AcclBackend::broadcast(Tensors& tensors, const c10d::Broadc
 AcclBackend::WorkPtr AcclBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) {
   Call call({"all_reduce", rank_}, Collective::AllReduce);
   if (tensors.size() == 1 && tensors[0].layout() == at::kSparse) return reduce_sparse(tensors[0], opts);
-  call.outputs.block(call.check.single(tensors));
-  call.reduce(opts.reduceOp);
+  call.reduce_in_place(tensors, opts.reduceOp);
   return run(call, {OpType::ALLREDUCE, "accl:all_reduce", tensors, {}}, tensors, opts);
 }
 
@@ -209,8 +208,7 @@ AcclBackend::WorkPtr AcclBackend::allreduce_coalesced(Tensors& tensors, const c1
 AcclBackend::WorkPtr AcclBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
   Call call({"reduce", rank_}, Collective::Reduce, opts.rootRank);
   call.check.root(opts.rootRank, size_, opts.rootTensor, tensors);
-  call.outputs.block(call.check.single(tensors));
-  call.reduce(opts.reduceOp);
+  call.reduce_in_place(tensors, opts.reduceOp);
   return run(call, {OpType::REDUCE, "accl:reduce", tensors, {}}, tensors, opts);
 }
 

@@ -1,6 +1,7 @@
 // Checks of arguments before a call is submitted, so that the call raises, not `wait`.
 //
-// Messages come from c10d/Utils.hpp where it has the check; the exception classes are ours (see `throw_status`).
+// Messages come from c10d/Utils.hpp where it has the check; the exception classes are ours (see `throw_status`). Owns the
+// call while it is checked, with its operator; describe.h describes its tensors.
 #pragma once
 
 #include <functional>
@@ -31,13 +32,9 @@ class Check {
     for (size_t i = 0; i < tensors.size(); ++i) one(tensors[i], i);
   }
 
-  void one_tensor(at::TensorList tensors) const {
+  const at::Tensor& single(at::TensorList tensors) const {
     c10d::assertNonEmpty(fail(), tensors);
     c10d::assertSingleElement(fail(), tensors);
-  }
-
-  const at::Tensor& single(at::TensorList tensors) const {
-    one_tensor(tensors);
     memory(tensors);
     return tensors[0];
   }
@@ -179,6 +176,14 @@ class Check {
   Origin origin_;
 };
 
+// The factor of PREMUL_SUM, from a number or a tensor of one element; 1 for other operators.
+inline double factor_of(const c10d::ReduceOp& op, Origin origin) {
+  if (op.op_ != c10d::ReduceOp::PREMUL_SUM) return 1.0;
+  const auto* supplement = dynamic_cast<const c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
+  if (supplement == nullptr) refuse(bridge::Kind::InvalidArgument, origin, "PREMUL_SUM has no factor");
+  return supplement->tensor_factor.defined() ? supplement->tensor_factor.item<double>() : supplement->double_factor;
+}
+
 // A call while it is being checked and described.
 struct Call {
   Call(Origin origin, bridge::Collective collective, int64_t root = 0)
@@ -203,6 +208,12 @@ struct Call {
     // torch's codes of operators are also the engine's.
     args.op = static_cast<uint8_t>(op.op_);
     args.factor = factor_of(op, origin);
+  }
+
+  // Describes a reduction of the only tensor of the list, in place.
+  void reduce_in_place(at::TensorList tensors, const c10d::ReduceOp& op) {
+    outputs.block(check.single(tensors));
+    reduce(op);
   }
 
   // The result is valid as long as this call and its tensors live.

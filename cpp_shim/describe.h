@@ -1,4 +1,4 @@
-// Describes tensors and operators as the plain data that crosses the bridge. Never reads or copies tensor memory.
+// Describes tensors as the plain data that crosses the bridge. Never reads or copies tensor memory.
 #pragma once
 
 #include <list>
@@ -17,14 +17,6 @@ inline uint8_t to_dtype(at::ScalarType type, Origin origin) {
   const auto code = bridge::dtype_code(static_cast<int8_t>(type));
   if (code == 255) refuse(bridge::Kind::Unsupported, origin, c10::str("tensors of type ", type, " cannot be sent"));
   return code;
-}
-
-// The factor of PREMUL_SUM, from a number or a tensor of one element; 1 for other operators.
-inline double factor_of(const c10d::ReduceOp& op, Origin origin) {
-  if (op.op_ != c10d::ReduceOp::PREMUL_SUM) return 1.0;
-  const auto* supplement = dynamic_cast<const c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
-  if (supplement == nullptr) refuse(bridge::Kind::InvalidArgument, origin, "PREMUL_SUM has no factor");
-  return supplement->tensor_factor.defined() ? supplement->tensor_factor.item<double>() : supplement->double_factor;
 }
 
 // Whether the call writes the described memory.
