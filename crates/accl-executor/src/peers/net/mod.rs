@@ -449,8 +449,8 @@ impl Net {
         }
     }
 
-    /// Returns the link to a peer. Other modules use only the functions of a link whose effects no record of the net
-    /// shows: [`Link::await_frame`], [`Link::commit_quietly`], [`Link::release_quietly`] and [`Link::wake_peer`].
+    /// Returns the link to a peer. Outside this module, only the fast path uses it, by functions that change no record
+    /// of the net: [`Link::await_frame`], [`Link::commit_quietly`], [`Link::release_quietly`] and [`Link::wake_peer`].
     #[inline]
     pub(crate) fn link(&mut self, id: PeerId) -> Option<&mut (dyn Link + 'static)> {
         self.peers[id.0 as usize].link.as_deref_mut()
