@@ -9,7 +9,19 @@ import torch_accl
 from support import gloo_group, on_ranks
 from support.nets import alone, gradients_of, squared
 from torch import nn
-from torch_accl.layer_parallel import Audits, Cycle, LayerParallel, LayerParallelError, ode, plain, residual, step
+from torch_accl.layer_parallel import (
+    Audits,
+    Cycle,
+    LayerParallel,
+    LayerParallelError,
+    custom,
+    ode,
+    plain,
+    refined,
+    residual,
+    step,
+    timed,
+)
 
 MODES = ["inexact", "exact-forward", "converged", "exact-wave", "exact-pipeline"]
 
@@ -208,6 +220,60 @@ def test_layers_that_say_not_what_they_take_take_nothing(rank, world):
     layers = [*decoder()[:-1], plain(builtin), plain(compiled)]
     x, side, target = given()
     assert torch.isfinite(LayerParallel(layers, mode="exact-wave").step(x, target, squared, side=side))
+
+
+class Named(nn.Module):
+    """A step whose side inputs have names that a wrapper's own arguments might have."""
+
+    def forward(self, state, x, n):
+        return state + x * n
+
+    def coarse_step(self, state, count, /, x, n):
+        return state + count * x * n
+
+
+class Rest(nn.Module):
+    """A layer that takes all side inputs, but none by the name of its first argument."""
+
+    def forward(self, x, **side):
+        return x + side["dt"] + side["n"]
+
+
+class Timed(nn.Module):
+    def forward(self, state, dt, x):
+        return state + dt * x
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("mode", ["exact-wave", "inexact"])
+def test_a_side_input_named_x_or_dt_is_no_second_value_of_an_argument(rank, world, mode):
+    x, n, dt = seeded(2, (4, 8)), torch.tensor(2.0), torch.tensor(8.0)
+    net = LayerParallel(
+        [plain(Rest()), *(residual(Named()) for _ in range(4)), *(custom(Named()) for _ in range(4)), timed(Timed())],
+        horizon=9.0,
+        mode=mode,
+        fwd=Cycle(factor=2, iterations=9),
+    )
+    for each in (net, refined(net, 2)):
+        # The first layer adds dt and n. Steps of a refined net are shorter, and their sum is the same.
+        wanted = seeded(1, (4, 8)) + 10 + 8 * 2 * x + x
+        side = {"x": x, "n": n, "dt": dt}
+        with torch.no_grad():
+            y, serial = each(seeded(1, (4, 8)), side), each.to_serial()(seeded(1, (4, 8)), side)
+        torch.testing.assert_close(serial, wanted)
+        if each.is_last:
+            torch.testing.assert_close(y, wanted)
+
+
+@on_ranks(1)
+def test_the_length_of_a_step_is_no_side_input(rank):
+    class Step(nn.Module):
+        def forward(self, x, dt):
+            return x + dt
+
+    net = LayerParallel([timed(Step()) for _ in range(4)], mode="exact-wave")
+    with pytest.raises(ValueError, match="no layer's forward has an argument `dt`"):
+        net(torch.zeros(1, 2), {"dt": torch.tensor(1.0)})
 
 
 @on_ranks(2, 3)

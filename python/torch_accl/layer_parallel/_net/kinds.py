@@ -33,6 +33,8 @@ class LayerKind:
     has_dt: whether dt is the length of a step. Otherwise the layer alone determines the length.
     returns_increment: whether the layer computes f of the next state `x + dt * f(x)`. Otherwise it computes the next
         state. An increment may lack integer and bool leaves.
+    step_arguments: how many arguments of the layer's `forward` a step gives, the state included. Side inputs may have
+        the names of the others.
     """
 
     name: Kind
@@ -40,6 +42,7 @@ class LayerKind:
     is_step: bool = True
     has_dt: bool = False
     returns_increment: bool = False
+    step_arguments: int = 1
 
     def arguments(self, state: Any, span: int, dt: float) -> tuple[Any, ...]:
         """Returns the positional arguments of a step of length `span * dt`, here the state alone.
@@ -102,7 +105,7 @@ class _Custom(LayerKind):
 
 
 ODE = LayerKind("ode", "ode", has_dt=True, returns_increment=True)
-TIMED = _Timed("timed", "timed", has_dt=True)
+TIMED = _Timed("timed", "timed", has_dt=True, step_arguments=2)
 RESIDUAL = LayerKind("residual", "residual")
 CUSTOM = _Custom("custom", "custom")
 PLAIN = LayerKind("plain", "plain", is_step=False)

@@ -36,7 +36,8 @@ class Scaled(nn.Module):
         """The module whose side inputs this one takes."""
         return self.block
 
-    def forward(self, x: Any, **side: Any) -> Any:
+    # Because of the slash, side inputs may have the names of arguments.
+    def forward(self, x: Any, /, **side: Any) -> Any:
         """Returns the state after the step."""
         if self.by > 1 and hasattr(self.block, "coarse_step"):
             return self.coarse_step(x, 1, **side)
@@ -54,7 +55,7 @@ class Scaled(nn.Module):
         by = float(self.by)
         return pytree.tree_unflatten([_moved(old, new, by) for old, new in zip(before, leaves)], tree)
 
-    def coarse_step(self, x: Any, n: int, **side: Any) -> Any:
+    def coarse_step(self, x: Any, n: int, /, **side: Any) -> Any:
         """Returns the state after n steps, from the block's own coarse step.
 
         That function may get a fraction of a step.
@@ -64,7 +65,7 @@ class Scaled(nn.Module):
         return step(x, int(span) if span.denominator == 1 else float(span), **self._taken(side))
 
     def _taken(self, side: dict[str, Any]) -> dict[str, Any]:
-        return {name: side[name] for name in names_taken(self.block, side)}
+        return {name: side[name] for name in names_taken(self.block, side, 1)}
 
     def extra_repr(self) -> str:
         """Text that `print` shows in addition to the block."""

@@ -40,7 +40,7 @@ class Serial(nn.Module):
         """Returns the net's output for x and side inputs."""
         for layer, kind_name in zip(self.layers, self.kinds):
             kind = kind_of(kind_name)
-            named = {name: side[name] for name in names_taken(layer, side)} if side else {}
+            named = {name: side[name] for name in names_taken(layer, side, kind.step_arguments)} if side else {}
             returned = kind.called(layer, 1)(*kind.arguments(x, 1, self.dt), **named)
             x = kind.next_state(x, returned, self.dt)
         return x

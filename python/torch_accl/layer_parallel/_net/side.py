@@ -1,14 +1,14 @@
 """Side inputs: inputs of several layers in addition to the state, such as a mask or the memory of an encoder.
 
 Owns which layer takes which side inputs, how they reach all ranks, and the sum of their gradients over all layers. The
-first rank gives them. A layer takes those whose names its `forward` has as arguments.
+first rank gives them. A layer takes those whose names its `forward` has as arguments, after the arguments of a step.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
@@ -16,10 +16,15 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .._ranks.wire import Wire
-from .evaluation import Extra, LayerInputs, States
+from .evaluation import Extra, LayerInputs, Layers, States
 from .tree import Form, Leaf, form_of, is_state, ordered
 
-__all__ = ["NO_SIDE", "Side", "SideForm", "names_taken", "side_of"]
+__all__ = ["NO_SIDE", "Side", "SideForm", "names_of_layers", "names_taken", "side_of"]
+
+
+# Arguments that may be given by their names, and arguments that may be given by their places.
+_BY_NAME = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+_BY_PLACE = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.POSITIONAL_ONLY)
 
 
 @dataclass(frozen=True)
@@ -62,22 +67,30 @@ def side_of(side: dict[str, Any] | None) -> tuple[SideForm, States]:
     return SideForm(names, tuple(form.tree for form in forms), tuple(form.leaves for form in forms), wants), tensors
 
 
-def names_taken(module: nn.Module, names: Collection[str]) -> frozenset[str]:
-    """Returns the names that a layer's `forward` has as arguments after its first one."""
+def names_taken(module: nn.Module, names: Collection[str], step_arguments: int) -> frozenset[str]:
+    """Returns the names that a layer's `forward` has as arguments, after the first `step_arguments`."""
     if not names:
         return frozenset()
     # A module that wraps another one takes the inputs of the wrapped one.
     module = getattr(module, "_orig_mod", module)
     if around := getattr(module, "stands_around", None):
-        return names_taken(around, names)
+        return names_taken(around, names, step_arguments)
     try:
-        parameters = list(inspect.signature(module.forward).parameters.values())[1:]
+        parameters = list(signature(module.forward).parameters.values())
     except (TypeError, ValueError):
         return frozenset()
-    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
-        return frozenset(names)
-    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return frozenset(parameter.name for parameter in parameters if parameter.kind in by_name) & frozenset(names)
+    by_name = {parameter.name for parameter in parameters if parameter.kind in _BY_NAME}
+    # An argument that the step gives cannot have a second value.
+    given = {parameter.name for parameter in [each for each in parameters if each.kind in _BY_PLACE][:step_arguments]}
+    if any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters):
+        return frozenset(names) - (given & by_name)
+    return frozenset(names) & (by_name - given)
+
+
+def names_of_layers(layers: Layers, names: Collection[str]) -> dict[int, frozenset[str]]:
+    """Returns the names that each layer of this rank takes."""
+    kinds = layers.kinds
+    return {layer: names_taken(each, names, kinds[layer].step_arguments) for layer, each in layers.modules.items()}
 
 
 class Side(LayerInputs):
@@ -87,7 +100,7 @@ class Side(LayerInputs):
         self,
         form: SideForm,
         tensors: States,
-        modules: dict[int, nn.Module],
+        taken: Mapping[int, frozenset[str]],
         device: torch.device,
         wire: Wire,
         micro_batches: int,
@@ -97,7 +110,8 @@ class Side(LayerInputs):
         self._flat = form.flat()
         self._micro_batches = micro_batches
         self._per_sample = frozenset(per_sample)
-        self._taken = {layer: names_taken(module, form.names) for layer, module in modules.items()}
+        # The names that each layer takes.
+        self._taken = taken
         self._by_micro_batch: list[States] = []
         self._known: dict[tuple[int, int], Extra] = {}
         self._sums: dict[tuple[int, int], Tensor] = {}

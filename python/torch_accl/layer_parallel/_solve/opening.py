@@ -20,7 +20,7 @@ from .._net.blocks import undisturbed
 from .._net.copies import hash_of
 from .._net.device_numbers import generator_of, has_numbers
 from .._net.evaluation import Evaluation, States, form_returned
-from .._net.side import NO_SIDE, Side, SideForm, names_taken, side_of
+from .._net.side import NO_SIDE, Side, SideForm, names_of_layers, side_of
 from .._net.spatial import Meshes
 from .._net.tree import Form, digest, packed, zeros
 from .._ranks.agreed import agreed
@@ -236,7 +236,13 @@ def _open(batch: Batch, refusal: BaseException | None, *, is_recorded: bool) -> 
     layer_inputs = batch.layer_inputs
     if side_form.names:
         layer_inputs = Side(
-            side_form, side_tensors, solver.layers.modules, device, wire, plan.micro_batches, shared.per_sample
+            side_form,
+            side_tensors,
+            names_of_layers(solver.layers, side_form.names),
+            device,
+            wire,
+            plan.micro_batches,
+            shared.per_sample,
         )
     evaluation = Evaluation(
         solver.layers,
@@ -344,8 +350,8 @@ def _check_names(solver: Solver, side_form: SideForm) -> None:
     """Raises `ValueError` for a side input that no layer takes, which is usually a misspelt name."""
     if not side_form.names:
         return
-    mine = {name for module in solver.layers.modules.values() for name in names_taken(module, side_form.names)}
-    unknown = set(side_form.names).difference(*solver.wire.gathered(mine))
+    mine = names_of_layers(solver.layers, side_form.names).values()
+    unknown = set(side_form.names).difference(*solver.wire.gathered(frozenset().union(*mine)))
     if unknown:
         names = ", ".join(f"`{name}`" for name in sorted(unknown))
         raise ValueError(f"no layer's forward has an argument {names}; layers take side inputs by argument name")
