@@ -1,6 +1,6 @@
-"""The kinds of layers: their answers, their names in the native module, and a sixth kind that is written here.
+"""The kinds of layers: their answers, their names in the native module, and one more kind that is written here.
 
-`docs/adding-a-layer-kind.md` quotes the sixth kind and its first test.
+`docs/adding-a-layer-kind.md` quotes this kind and its first test.
 """
 
 import copy
@@ -14,8 +14,8 @@ import torch
 from support import on_ranks
 from support.nets import drawn
 from torch import nn
-from torch_accl import _native
-from torch_accl.layer_parallel import Block, Cycle, LayerParallel, Scaled, Serial, coarsened, custom, refined
+from torch_accl import _native, layer_parallel
+from torch_accl.layer_parallel import Block, Cycle, LayerParallel, Scaled, Serial, Spline, coarsened, custom, refined
 from torch_accl.layer_parallel._net.kinds import (
     CUSTOM,
     KINDS,
@@ -30,7 +30,7 @@ from torch_accl.layer_parallel._net.kinds import (
 PAGE = Path(__file__).parent.parent / "docs" / "adding-a-layer-kind.md"
 
 
-# ---- a sixth kind
+# ---- a kind that is not in the package
 
 
 class ExponentialKind(LayerKind):
@@ -48,7 +48,7 @@ class ExponentialStep(nn.Module):
         super().__init__()
         self.module = module
 
-    def forward(self, x, dt, **side):
+    def forward(self, x, dt, /, **side):
         return torch.exp(dt * self.module.rate) * x + dt * self.module(x, **side)
 
 
@@ -127,9 +127,11 @@ def test_coarse_steps_of_a_new_kind_converge_fast_where_increments_diverge(rank,
         passes = [list(norms.values()) for norms in (net.norms.forward, net.norms.backward)]
         return [norms[-1] / norms[0] for norms in passes]
 
-    for share in shares([exponential(layer) for layer in stiff_layers(16)]):
+    # Copies of one layer, because a coarse step evaluates the first of its layers for all of them.
+    copies = [stiff_layers(1)[0] for _ in range(16)]
+    for share in shares([exponential(layer) for layer in copies]):
         assert share < 0.1
-    for share in shares([Block(Increment(layer), ODE.name) for layer in stiff_layers(16)]):
+    for share in shares([Block(Increment(layer), ODE.name) for layer in copies]):
         assert not share < 1
 
 
@@ -142,6 +144,28 @@ class Increment(nn.Module):
 
     def forward(self, x):
         return self.module.rate * x + self.module(x)
+
+
+class Scaling(nn.Module):
+    """f with side inputs whose names a step's own arguments have."""
+
+    def __init__(self):
+        super().__init__()
+        self.rate = nn.Parameter(torch.zeros(6, dtype=torch.float64))
+
+    def forward(self, state, x, dt):
+        return state * x * dt
+
+
+@on_ranks(1, 2)
+@is_known
+def test_side_inputs_of_a_new_kind_may_have_any_names(rank, world):
+    x, _ = batch()
+    net = LayerParallel([exponential(Scaling()) for _ in range(4)], mode="exact-wave")
+    with torch.no_grad():
+        y = net(x, {"x": torch.tensor(2.0), "dt": torch.tensor(3.0)})
+    if net.is_last:
+        torch.testing.assert_close(y, x * (1 + 6 / 4) ** 4)
 
 
 @on_ranks(1, 2)
@@ -183,8 +207,6 @@ def test_the_page_quotes_the_code_of_this_file():
 
 # ---- the kinds of the package
 
-FIVE = (ODE, TIMED, RESIDUAL, CUSTOM, PLAIN)
-
 
 @pytest.mark.parametrize("name", list(KINDS))
 def test_the_native_module_has_the_operations_of_each_kind(name):
@@ -196,6 +218,14 @@ def test_the_native_module_has_the_operations_of_each_kind(name):
 def test_a_copy_of_a_kind_is_equal_and_has_its_name(kind):
     assert kind_of(kind.name) is kind
     assert copy.deepcopy(kind) == kind and pickle.loads(pickle.dumps(kind)) == kind
+
+
+@pytest.mark.parametrize("name", list(KINDS))
+def test_the_function_of_a_kind_has_its_name_and_errors_list_it(name):
+    assert getattr(layer_parallel, name)(nn.Identity()).kind == name
+    for make in (lambda: LayerParallel([3]), lambda: Spline(3, layers=2, control_points=2)):
+        with pytest.raises(TypeError, match=re.escape(f"{name}(f)")):
+            make()
 
 
 @on_ranks(1)
@@ -230,7 +260,7 @@ def test_only_a_custom_layer_has_its_own_coarse_step():
             return x + n
 
     layer = Layer()
-    for kind in FIVE:
+    for kind in (ODE, TIMED, RESIDUAL, CUSTOM, PLAIN):
         assert kind.called(layer, 1) is layer
         assert (kind.called(layer, 3) is layer) == (kind is not CUSTOM)
     assert CUSTOM.called(layer, 3)(4, 3) == 7
@@ -247,7 +277,7 @@ def test_only_an_increment_is_multiplied_by_dt():
 
 
 def test_a_refined_net_has_more_steps_and_wraps_those_without_dt():
-    for kind in FIVE:
+    for kind in KINDS.values():
         assert kind.parts(3) == (1 if kind is PLAIN else 3)
         assert kind.is_wrapped("scaled") == (kind in (RESIDUAL, CUSTOM))
         assert not kind.is_wrapped("copied")

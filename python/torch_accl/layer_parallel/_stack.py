@@ -21,7 +21,7 @@ from ._model import WAVE, Mode, Model, Schedule, group_of, replica_of
 from ._net.blocks import Block, built
 from ._net.copies import Copied, Copies
 from ._net.evaluation import Layers
-from ._net.kinds import Kind, LayerKind, kind_of
+from ._net.kinds import Kind, LayerKind, functions_of_kinds, kind_of
 from ._net.pickled import loaded, saved
 from ._net.serial import Serial
 from ._net.spatial import Spatial
@@ -281,8 +281,8 @@ def _blocks(layers: Sequence[Block | Spline | nn.Module], seed: int) -> tuple[li
             layer = Block(layer)
         if not isinstance(layer, Block):
             raise TypeError(
-                f"entry {number} of the layers is {type(layer).__name__}; give a module, ode(f), timed(f), residual(block), custom(layer) or plain(layer), each with a "
-                "module or a function that builds it from the layer's number, or a Spline of them"
+                f"entry {number} of the layers is {type(layer).__name__}; give a module, {functions_of_kinds()}, each with a module or a function that builds it from "
+                "the layer's number, or a Spline of them"
             )
         blocks.append(layer)
     if not blocks:

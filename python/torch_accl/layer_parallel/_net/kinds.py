@@ -15,7 +15,19 @@ from torch.utils import _pytree as pytree
 
 from .tree import is_state
 
-__all__ = ["CUSTOM", "KINDS", "ODE", "PLAIN", "RESIDUAL", "TIMED", "CoarseStep", "Kind", "LayerKind", "kind_of"]
+__all__ = [
+    "CUSTOM",
+    "KINDS",
+    "ODE",
+    "PLAIN",
+    "RESIDUAL",
+    "TIMED",
+    "CoarseStep",
+    "Kind",
+    "LayerKind",
+    "functions_of_kinds",
+    "kind_of",
+]
 
 
 # The names of the kinds, as users give them and as files keep them.
@@ -123,6 +135,12 @@ def kind_of(name: str) -> LayerKind:
     if name not in KINDS:
         raise ValueError(f"kind of a layer: expected one of {', '.join(KINDS)}, got {name!r}")
     return KINDS[name]
+
+
+def functions_of_kinds() -> str:
+    """Returns the functions that give a layer its kind, for messages. Each has the name of its kind."""
+    *others, last = (f"{name}(f)" for name in KINDS)
+    return f"{', '.join(others)} or {last}"
 
 
 class CoarseStep(nn.Module):

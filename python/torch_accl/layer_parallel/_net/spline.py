@@ -23,7 +23,7 @@ from torch.func import functional_call
 
 from .._ranks.failures import described
 from .blocks import Block, mixed, seeded
-from .kinds import CoarseStep
+from .kinds import CoarseStep, functions_of_kinds
 from .tree import is_state
 
 __all__ = ["Interpolated", "Section", "Spline", "coefficients", "share_control_points"]
@@ -47,9 +47,9 @@ class Spline:
     de Boor 1972). Layers on several ranks use the same control point, and it gets the sum of their gradients. Buffers
     are not interpolated: each layer has its own.
 
-    layer: `ode(f)`, `timed(f)`, `residual(f)`, `custom(f)` or `plain(f)`, with a function that builds a module from the
-        number of a control point. Parameters must have the same names, shapes and dtypes for all numbers, and a
-        floating-point or complex dtype.
+    layer: a layer of any kind, such as `ode(f)`, with a function that builds a module from the number of a control
+        point. Parameters must have the same names, shapes and dtypes for all numbers, and a floating-point or complex
+        dtype.
     layers: number of layers.
     control_points: number of sets of parameters, from `degree + 1` to `layers + degree`.
     degree: degree of the polynomials, at least 0. 0 makes the parameters constant between knots, and 1 linear.
@@ -66,9 +66,7 @@ class Spline:
 
     def __post_init__(self) -> None:
         if not isinstance(self.layer, Block):
-            raise TypeError(
-                f"Spline(layer={type(self.layer).__name__}): give ode(f), timed(f), residual(f), custom(f) or plain(f)"
-            )
+            raise TypeError(f"Spline(layer={type(self.layer).__name__}): give {functions_of_kinds()}")
         if isinstance(self.layer.module, nn.Module):
             raise TypeError(
                 f"Spline: the layer has a module, {type(self.layer.module).__name__}; give a function that builds one from the number of a control point"
