@@ -1,8 +1,6 @@
 // See accelerator.h.
 #include "accelerator.h"
 
-#include <dlfcn.h>
-
 #include <stdexcept>
 
 #include <ATen/Context.h>
@@ -21,9 +19,9 @@ using c10::impl::VirtualGuardImpl;
 
 namespace {
 
-class TorchPinnedMemory final : public bridge::PinnedMemory {
+class TorchMemory final : public bridge::PinnedMemory {
  public:
-  explicit TorchPinnedMemory(c10::DataPtr data) : data_(std::move(data)) {}
+  explicit TorchMemory(c10::DataPtr data) : data_(std::move(data)) {}
   size_t address() const noexcept override { return reinterpret_cast<uintptr_t>(data_.get()); }
 
  private:
@@ -102,7 +100,7 @@ const at::Tensor& StagedTensors::dense(const at::Tensor& tensor, bool is_written
 rust::String StagedTensors::device_name() const noexcept { return rust::String::lossy(device().str()); }
 
 bridge::AcceleratorStream StagedTensors::stream() const noexcept {
-  return {static_cast<int8_t>(device().type()), device().index(), stream_.id()};
+  return {static_cast<int8_t>(device().type()), device().index(), stream_.id(), at::Context::hasROCM()};
 }
 
 int64_t StagedTensors::pool_stream() const {
@@ -153,6 +151,15 @@ void StagedTensors::finish() const {
   release();
 }
 
+std::unique_ptr<bridge::PinnedMemory> StagedTensors::allocate(uint64_t bytes, uint64_t& stream) const {
+  return plainly([&]() -> std::unique_ptr<bridge::PinnedMemory> {
+    const c10::StreamGuard on(side(true));
+    stream = reinterpret_cast<uintptr_t>(side(true).native_handle());
+    if (bytes == 0) return nullptr;
+    return std::make_unique<TorchMemory>(c10::GetAllocator(device().type())->allocate(bytes));
+  });
+}
+
 void StagedTensors::follow(const bridge::AcceleratorCall& earlier) const {
   plainly([&] { static_cast<const StagedTensors&>(earlier).block_current_stream(); });
 }
@@ -199,22 +206,14 @@ void block_stream_until_through(std::shared_ptr<StagedTensors> tensors, c10::iva
   });
 }
 
-// --- pinned memory and threads ---
+// --- pinned memory ---
 
 std::unique_ptr<bridge::PinnedMemory> bridge::pin_memory(int8_t device_type, size_t bytes) {
   return plainly([&] {
     auto* allocator = at::getHostAllocator(static_cast<c10::DeviceType>(device_type));
     TORCH_CHECK(allocator != nullptr, "no allocator of pinned memory");
-    return std::make_unique<TorchPinnedMemory>(allocator->allocate(bytes));
+    return std::make_unique<TorchMemory>(allocator->allocate(bytes));
   });
-}
-
-void bridge::relax_captures() noexcept {
-  // torch offers this to code that links with the device's library alone. Both libraries have the same modes.
-  for (const char* name : {"cudaThreadExchangeStreamCaptureMode", "hipThreadExchangeStreamCaptureMode"}) {
-    int relaxed = 2;
-    if (auto* exchange = reinterpret_cast<int (*)(int*)>(::dlsym(RTLD_DEFAULT, name))) exchange(&relaxed);
-  }
 }
 
 }  // namespace accl

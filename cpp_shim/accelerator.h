@@ -61,6 +61,8 @@ class StagedTensors final : public bridge::AcceleratorCall {
   std::unique_ptr<bridge::AcceleratorEvent> record(bool out) const override;
   // Copies temporaries back, and records the event behind all results.
   void finish() const override;
+  // Sets the native handle of the stream of copies out. Returns memory of the device for kernels there, unless `bytes` is 0.
+  std::unique_ptr<bridge::PinnedMemory> allocate(uint64_t bytes, uint64_t& stream) const override;
   // Makes the current stream wait for an earlier call.
   void follow(const bridge::AcceleratorCall& earlier) const override;
 

@@ -54,7 +54,6 @@ class PinnedMemory {
   virtual std::size_t address() const noexcept = 0;
 };
 std::unique_ptr<PinnedMemory> pin_memory(std::int8_t device_type, std::size_t bytes);
-void relax_captures() noexcept;
 
 // The copies of one call on an accelerator: see accelerator.h. `out` is the direction to the tensors.
 struct AcceleratorStream;
@@ -69,6 +68,7 @@ class AcceleratorCall {
   virtual void copy(bool out, std::size_t tensor, std::size_t host, std::uint64_t bytes, bool is_pinned) const = 0;
   virtual std::unique_ptr<AcceleratorEvent> record(bool out) const = 0;
   virtual void finish() const = 0;
+  virtual std::unique_ptr<PinnedMemory> allocate(std::uint64_t bytes, std::uint64_t& stream) const = 0;
   virtual void follow(const AcceleratorCall& earlier) const = 0;
 };
 

@@ -4,6 +4,7 @@ A `TypedDict` class lists the keys of a row. The module does not contain it: the
 """
 
 from datetime import timedelta
+from os import PathLike
 from typing import Any, TypedDict
 
 from torch import Tensor
@@ -380,3 +381,4 @@ def _define() -> None:
 
 def _bridged_functions() -> list[str]: ...
 def _panic_for_test(name: str) -> None: ...
+def _lend_gpu_driver(path: str | PathLike[str]) -> None: ...

@@ -9,6 +9,7 @@
 // Owns the device and its counters. It computes nothing itself: other operators copy to the host and use torch's own.
 // Read `Stream_` first.
 
+#include <dlfcn.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -42,6 +43,8 @@
 #include <torch/csrc/distributed/c10d/cuda/StreamBlock.hpp>
 #include <torch/csrc/utils/device_lazy_init.h>
 #include <torch/library.h>
+
+#include "standin.h"
 
 namespace {
 
@@ -477,7 +480,6 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   double elapsedTime(void*, void*, const c10::DeviceIndex) const override { return 0.0; }
   c10::DeviceIndex deviceCount() const noexcept override { return kDevices; }
 
- private:
   // One step of a stream, or of the stream for which it waits.
   static void advance(int device, int stream) {
     if (frozen || step(device, stream)) return;
@@ -523,6 +525,43 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     storage.unsafeGetStorageImpl()->set_nbytes(bytes);
   }
 };
+
+// --- for the stand-in driver of a GPU ---
+
+// Lends streams and memory to the driver in this library: its kernels run in the order of the streams, on the memory of the
+// device.
+void lend_to(const std::string& path) {
+  static accl_standin_host host;
+  host.enqueue = [](void*, int device, void* handle, void (*work)(void*), void* data) {
+    const Lock lock(lock_);
+    const int stream = static_cast<int>(reinterpret_cast<uintptr_t>(handle)) - 1;
+    streams[{device, stream}].tasks.push_back({[=] { work(data); }});
+    pass_time();
+  };
+  host.advance = [](void*, int device, void* handle) {
+    const Lock lock(lock_);
+    Guard::advance(device, static_cast<int>(reinterpret_cast<uintptr_t>(handle)) - 1);
+  };
+  host.access = [](void*, int device, int on) {
+    ::mprotect(arena(device).seen, kArena, on ? PROT_READ | PROT_WRITE : PROT_NONE);
+  };
+  host.memory = [](void*, int device, int index, uint64_t* begin, uint64_t* end) {
+    const Lock lock(lock_);
+    const auto set = [&](const char* first, size_t bytes) {
+      *begin = reinterpret_cast<uintptr_t>(first);
+      *end = *begin + bytes;
+      return 1;
+    };
+    if (index == 0) return set(arena(device).seen, kArena);
+    if (static_cast<size_t>(index) > pinned.size()) return 0;
+    const auto& [memory, block] = *std::next(pinned.begin(), index - 1);
+    return set(memory, block.bytes);
+  };
+  void* library = ::dlopen(path.c_str(), RTLD_NOW);
+  TORCH_CHECK(library != nullptr, "standin: ", ::dlerror());
+  using Lend = void (*)(const accl_standin_host*);
+  reinterpret_cast<Lend>(::dlsym(library, "accl_standin_lend"))(&host);
+}
 
 // --- operators ---
 
@@ -741,6 +780,7 @@ PYBIND11_MODULE(_standin, module) {
     order = name == "early" ? Order::kEarly : name == "late" ? Order::kLate : Order::kRandom;
     draws.seed(seed);
   });
+  module.def("lend_to", &lend_to);
   // Enqueues work in the current stream that takes this many steps.
   module.def("compute", [](uint64_t count) {
     const Lock lock(lock_);

@@ -21,6 +21,7 @@ FIRST = [
     "test_accelerator.py",
     "test_accelerator_training.py",
     "test_compression_on_devices.py",
+    "test_gpu_codecs.py",
     "test_layer_parallel_on_devices.py",
 ]
 LONG = [

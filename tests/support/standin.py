@@ -23,6 +23,7 @@ from torch.utils import cpp_extension
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "tests" / "standin" / "standin.cpp"
+DRIVER = ROOT / "crates" / "accl-gpu-standin" / "src"
 ORDERS = ("early", "late", "random")
 
 
@@ -30,6 +31,7 @@ def build() -> Path:
     """Compiles the stand-in for this torch and this Python, unless that was done before. Returns the module's path."""
     facts = (
         SOURCE.read_bytes()
+        + (DRIVER / "standin.h").read_bytes()
         + f"{torch.__version__} {sysconfig.get_platform()} {sysconfig.get_python_version()}".encode()
     )
     path = ROOT / "target" / "standin" / f"_standin_{hashlib.sha256(facts).hexdigest()[:16]}.so"
@@ -40,7 +42,7 @@ def build() -> Path:
     abi = int(torch._C._GLIBCXX_USE_CXX11_ABI)
     partial = path.with_suffix(f".{os.getpid()}")
     command = [os.environ.get("CXX", "g++"), "-std=c++20", "-O1", "-fPIC", "-shared", f"-D_GLIBCXX_USE_CXX11_ABI={abi}"]
-    command += [f"-isystem{include}" for include in includes] + [
+    command += [f"-I{DRIVER}", *(f"-isystem{include}" for include in includes)] + [
         "-Wno-interference-size",
         str(SOURCE),
         "-o",
@@ -50,6 +52,37 @@ def build() -> Path:
     subprocess.run(command, check=True)
     partial.replace(path)
     return path
+
+
+def build_driver(flags: str = "") -> Path:
+    """Compiles the stand-in of a GPU's driver, unless that was done before. Returns the library's path.
+
+    `flags` are further flags of the compiler of kernels.
+    """
+    model = ROOT / "crates" / "accl-gpu" / "tests" / "host" / "model.hpp"
+    facts = (
+        b"".join(path.read_bytes() for path in (DRIVER / "standin.cpp", DRIVER / "standin.h", model)) + flags.encode()
+    )
+    folder = ROOT / "target" / "standin"
+    path = folder / f"driver_{hashlib.sha256(facts).hexdigest()[:16]}.so"
+    if path.exists():
+        return path
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(f".{os.getpid()}")
+    defines = [f'-DSTANDIN_FLAGS="{flags}"', f'-DSTANDIN_MODEL="{model}"', f'-DSTANDIN_FOLDER="{folder / "kernels"}"']
+    command = [os.environ.get("CXX", "g++"), "-std=c++17", "-O1", "-fPIC", "-shared", "-fvisibility=hidden"]
+    command += ["-fno-gnu-unique", *defines, str(DRIVER / "standin.cpp"), "-o", str(partial), "-ldl"]
+    subprocess.run(command, check=True)
+    partial.replace(path)
+    return path
+
+
+def lend_driver(module: Any, flags: str = "") -> None:
+    """Lets the device run kernels, through a stand-in of a GPU's driver, for the life of this process."""
+    from torch_accl import _native
+
+    module.lend_to(str(build_driver(flags)))
+    _native._lend_gpu_driver(build_driver(flags))
 
 
 def register(order: str = "early", seed: int = 1) -> Any:

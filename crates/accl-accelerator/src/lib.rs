@@ -3,20 +3,24 @@
 //! torch copies such tensors to pinned host memory and back on side streams, and the engine's calls stream behind these
 //! copies. `streams` is the contract that torch's side has to keep. `staging` and `copies` enqueue the copies of one call,
 //! and `worker` is the thread that follows all of them. `eager` does small blocking calls in their caller's thread. `pinned`
-//! keeps pinned memory for later calls. No stream and no kernel ever waits for another rank: the host does, by events. Read
-//! [`Accelerators`] first.
+//! keeps pinned memory for later calls. `gpu_codecs` and `tiles` compute encoded calls where their tensors lie, once `check` has
+//! compared the kernels with the CPU's codecs. No stream and no kernel ever waits for another rank: the host does, by
+//! events. Read [`Accelerators`] first.
 
-#![forbid(unsafe_code)]
-
+mod check;
 mod copies;
+mod counters;
 mod eager;
 mod enqueued;
+mod gpu_codecs;
 mod pinned;
 mod staging;
 mod streams;
+mod tiles;
 mod worker;
 
+pub use accl_gpu::{Libraries, Vendor};
 pub use eager::EagerCall;
 pub use pinned::PinnedCounts;
 pub use staging::Accelerators;
-pub use streams::{CallStreams, Direction, Pinning, StreamCopy, StreamEvent};
+pub use streams::{CallStreams, DeviceRoom, Direction, GpuDevice, Pinning, StreamCopy, StreamEvent};

@@ -9,14 +9,18 @@ use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use accl_engine::{Enqueued, External, ExternalCopy, ExternalTask, LentMemory, Staging};
-use accl_types::Result;
+use accl_engine::{Codecs, Enqueued, External, ExternalCopy, ExternalTask, LentMemory, Staging};
+use accl_types::{Dtype, Result};
 use parking_lot::Mutex;
 
+use crate::check::check;
 use crate::copies::{Copier, CopiesOut, Issued, SharedStreams};
+use crate::counters::Counters;
+use crate::gpu_codecs::{AllGpuCodecs, CallKernels, GpuCodecs, warn};
 use crate::pinned::{PinnedCounts, PinnedMemory};
 use crate::streams::{CallStreams, Pinning};
-use crate::worker::{Follower, Job};
+use crate::tiles::{LaunchTarget, SUMS_BYTES, TileLauncher};
+use crate::worker::{Follower, Issuer, Job};
 
 /// The accelerators of this process: pinned memory, and the thread that follows copies.
 #[derive(Debug)]
@@ -26,6 +30,8 @@ pub struct Accelerators {
     /// Maximum bytes that one call may pin.
     most_pinned: usize,
     has_warned: AtomicBool,
+    gpu_codecs: AllGpuCodecs,
+    counters: Arc<Counters>,
 }
 
 impl Accelerators {
@@ -35,7 +41,8 @@ impl Accelerators {
     pub fn new(pinning: Arc<dyn Pinning>, most_idle: usize, most_pinned: usize) -> Arc<Self> {
         let pinned = PinnedMemory::new(pinning, most_idle);
         let follower = Follower::new(pinned.clone());
-        Arc::new(Self { pinned, follower, most_pinned, has_warned: AtomicBool::new(false) })
+        let ((has_warned, gpu_codecs), counters) = (Default::default(), Counters::new(pinned.clone()));
+        Arc::new(Self { pinned, follower, most_pinned, has_warned, gpu_codecs, counters })
     }
 
     /// Returns what stages the tensors of one call, which are copied on `streams`. With `releases_early`, threads that wait
@@ -92,6 +99,13 @@ impl CallStaging {
         Worker { name, follower, given: Mutex::new(Some((copier, issued))) }
     }
 
+    /// Returns where the kernels of the call run.
+    fn target(&self, gpu: &GpuCodecs) -> Result<LaunchTarget> {
+        let mut streams = self.streams.lock();
+        let stream = streams.native_stream()?;
+        Ok(LaunchTarget { stream, sums: gpu.room(stream, || streams.allocate(SUMS_BYTES))? })
+    }
+
     fn is_pinned(&self) -> bool {
         self.is_pinned.load(Ordering::Relaxed)
     }
@@ -137,6 +151,19 @@ impl Staging for CallStaging {
         Arc::new(self.worker(copier, Issued::default()))
     }
 
+    fn coder(&self, codecs: &Codecs, dtype: Dtype, has_residuals: bool) -> Option<Arc<dyn External>> {
+        let device = self.streams.lock().gpu().filter(|_| !has_residuals)?;
+        let gpu = self.accelerators.gpu_codecs.of(&device)?;
+        let target = self.target(&gpu).inspect_err(warn).ok()?;
+        let pinned = self.accelerators.pinned_memory();
+        let check =
+            |kernels: &CallKernels, codec: &_| check(&mut **self.streams.lock(), pinned, target, kernels, codec, dtype);
+        let kernels = Arc::new(gpu.kernels(codecs, dtype, check)?);
+        let (name, follower, may_launch) = (self.device.clone(), self.accelerators.follower.clone(), Arc::default());
+        let (streams, counters) = (Some(self.streams.clone()), self.accelerators.counters.clone());
+        Some(Arc::new(TileWorker { name, follower, streams, target, kernels, counters, may_launch }))
+    }
+
     fn enqueued(&self) -> Option<Arc<dyn Enqueued>> {
         self.releases_early.then(|| self.copies_out.enqueued.clone() as Arc<dyn Enqueued>)
     }
@@ -163,7 +190,7 @@ impl External for Worker {
 
     fn begin(&self, task: ExternalTask) {
         if let Some((copier, issued)) = self.given.lock().take() {
-            self.follower.follow(Job { task: Some(task), copier, issued });
+            self.follower.follow(Job { task: Some(task), issuer: Issuer::Copies(copier), issued });
         }
     }
 
@@ -180,7 +207,53 @@ impl Drop for Worker {
     /// Keeps the memory of a refused call until its copies have been made.
     fn drop(&mut self) {
         if let Some((copier, issued)) = self.given.get_mut().take().filter(|(_, issued)| issued.may_be_in_flight()) {
-            self.follower.follow(Job { task: None, copier, issued });
+            self.follower.follow(Job { task: None, issuer: Issuer::Copies(copier), issued });
         }
+    }
+}
+
+/// Worker of the combinations of one call.
+struct TileWorker {
+    name: String,
+    follower: Arc<Follower>,
+    /// `None` only while the worker is dropped.
+    streams: Option<SharedStreams>,
+    target: LaunchTarget,
+    kernels: Arc<CallKernels>,
+    counters: Arc<Counters>,
+    may_launch: Arc<AtomicBool>,
+}
+
+impl Drop for TileWorker {
+    /// Lets the thread drop the streams: that may wait for a lock of the device, and this may run under the engine's lock.
+    fn drop(&mut self) {
+        self.streams.take().into_iter().for_each(|streams| self.follower.dispose(streams));
+    }
+}
+
+impl fmt::Debug for TileWorker {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("TileWorker").field("name", &self.name).finish_non_exhaustive()
+    }
+}
+
+impl External for TileWorker {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn begin(&self, task: ExternalTask) {
+        let Some(streams) = self.streams.clone() else { return };
+        let (kernels, counters, may_launch) = (self.kernels.clone(), self.counters.clone(), self.may_launch.clone());
+        let launcher = TileLauncher::new(streams, kernels, self.target, counters, may_launch);
+        self.follower.follow(Job { task: Some(task), issuer: Issuer::Tiles(launcher), issued: Issued::default() });
+    }
+
+    fn cancel(&self) {
+        self.follower.wake();
+    }
+
+    fn copies_are_ready(&self) {
+        self.follower.wake();
     }
 }

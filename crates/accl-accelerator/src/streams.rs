@@ -3,10 +3,12 @@
 //!
 //! This module owns nothing else. Read [`CallStreams`] first.
 
+use std::any::Any;
 use std::fmt;
 
 use accl_engine::LentMemory;
-use accl_types::Result;
+use accl_gpu::{Libraries, Vendor};
+use accl_types::{Error, Result};
 
 /// Direction of a copy, as the host sees it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -63,12 +65,59 @@ pub trait CallStreams: Send + fmt::Debug {
     /// `Device` as for [`CallStreams::copy`].
     fn record(&mut self, direction: Direction) -> Result<Box<dyn StreamEvent>>;
 
+    /// Returns the GPU on which kernels may run for the call; `None` if its type of device has no kernels.
+    fn gpu(&self) -> Option<GpuDevice> {
+        None
+    }
+
+    /// Returns the native handle of the stream of copies to the tensors, on which kernels run. It lives as long as the process.
+    ///
+    /// # Errors
+    /// `Device` if torch does not give it.
+    fn native_stream(&mut self) -> Result<u64> {
+        Err(Error::internal(format!("{} has no native stream for kernels", self.device())))
+    }
+
+    /// Allocates memory of the device for kernels on that stream. May wait for the device, so it is called in the thread that
+    /// issues the call.
+    ///
+    /// # Errors
+    /// `Device` if there is no memory.
+    fn allocate(&mut self, len_bytes: u64) -> Result<DeviceRoom> {
+        Err(Error::internal(format!("{} has no {len_bytes} bytes for kernels", self.device())))
+    }
+
     /// Follows the last copy to the tensors, before an event is recorded behind it. Not called for a call that has failed
     /// or writes no tensor.
     ///
     /// # Errors
     /// `Device` as for [`CallStreams::copy`].
     fn finish(&mut self) -> Result<()>;
+}
+
+/// A GPU as torch numbers it.
+#[derive(Clone, Debug)]
+pub struct GpuDevice {
+    /// Whose driver and compiler serve it.
+    pub vendor: Vendor,
+    /// torch's index of the device.
+    pub ordinal: u32,
+    /// Candidates for the libraries, in place of those that torch uses. For tests.
+    pub libraries: Option<Libraries>,
+}
+
+/// Memory of a device. It is freed when the value is dropped.
+pub struct DeviceRoom {
+    /// Address on the device.
+    pub address: u64,
+    /// Owner of the memory.
+    pub owner: Box<dyn Any + Send + Sync>,
+}
+
+impl fmt::Debug for DeviceRoom {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("DeviceRoom").field("address", &self.address).finish_non_exhaustive()
+    }
 }
 
 /// Point in a stream.

@@ -11,11 +11,12 @@ use std::thread::{JoinHandle, Thread};
 use std::time::{Duration, Instant};
 
 use accl_engine::ExternalTask;
-use accl_types::Error;
+use accl_types::{Error, Result};
 use parking_lot::Mutex;
 
-use crate::copies::{Copier, Issued};
+use crate::copies::{Copier, Issued, SharedStreams};
 use crate::pinned::PinnedMemory;
+use crate::tiles::TileLauncher;
 
 /// Time for which the thread polls without a pause after something has happened.
 const SPIN: Duration = Duration::from_micros(50);
@@ -29,8 +30,26 @@ const LONGEST_PAUSE: Duration = Duration::from_millis(10);
 /// Copies to follow, with the task that they belong to; `None` for a call that was refused.
 pub(crate) struct Job {
     pub(crate) task: Option<ExternalTask>,
-    pub(crate) copier: Copier,
+    pub(crate) issuer: Issuer,
     pub(crate) issued: Issued,
+}
+
+/// Source of the work of a job on its streams.
+#[derive(Debug)]
+pub(crate) enum Issuer {
+    Copies(Copier),
+    Tiles(TileLauncher),
+}
+
+impl Issuer {
+    /// Enqueues the work of a task up to number `ready`.
+    fn issue(&mut self, task: &ExternalTask, ready: usize, issued: &mut Issued) -> Result<()> {
+        match (self, task.combination()) {
+            (Issuer::Copies(copier), _) => copier.issue(task.copies(), ready, issued),
+            (Issuer::Tiles(launcher), Some(combination)) => launcher.issue(combination, ready, issued),
+            (Issuer::Tiles(_), None) => Err(Error::internal("a task for kernels has no tiles")),
+        }
+    }
 }
 
 /// The thread, and what it is given.
@@ -46,6 +65,8 @@ pub(crate) struct Follower {
 #[derive(Default)]
 struct Inbox {
     jobs: Vec<Job>,
+    /// Streams of calls that are over, for the thread to drop.
+    over: Vec<SharedStreams>,
     thread: Option<JoinHandle<()>>,
     is_closed: bool,
 }
@@ -89,6 +110,18 @@ impl Follower {
         self.unpark(thread.as_ref());
     }
 
+    /// Drops the streams of a call in the thread, if there is one.
+    pub(crate) fn dispose(&self, streams: SharedStreams) {
+        let mut inbox = self.inbox.lock();
+        let Some(thread) = inbox.thread.as_ref().map(|thread| thread.thread().clone()) else {
+            drop(inbox);
+            return drop(streams);
+        };
+        inbox.over.push(streams);
+        drop(inbox);
+        self.unpark(Some(&thread));
+    }
+
     /// Makes the thread look at all jobs. Does not block.
     pub(crate) fn wake(&self) {
         let thread = self.inbox.lock().thread.as_ref().map(|thread| thread.thread().clone());
@@ -127,9 +160,12 @@ impl Follower {
             if is_woken {
                 let mut inbox = self.inbox.lock();
                 jobs.append(&mut inbox.jobs);
+                let over = std::mem::take(&mut inbox.over);
                 if inbox.is_closed {
                     break;
                 }
+                drop(inbox);
+                drop(over);
             }
             self.polls.fetch_add(1, Ordering::Relaxed);
             let mut has_moved = is_woken;
@@ -163,8 +199,8 @@ fn pause(idle: Duration) {
 
 /// Fails the call of a job that is not followed. Its memory is kept for ever if copies may be in flight.
 fn refuse(job: Job, why: &str) {
-    let Job { task, issued, copier } = job;
-    drop(copier);
+    let Job { task, issued, issuer } = job;
+    drop(issuer);
     let is_in_flight = issued.may_be_in_flight();
     match task {
         Some(task) if is_in_flight => {
@@ -195,20 +231,23 @@ impl Job {
             return None;
         };
         if let Some(made) = made {
+            if let (Issuer::Tiles(launcher), Some(combination)) = (&mut self.issuer, task.combination()) {
+                launcher.collect(combination, made);
+            }
             task.note_made(made);
         }
         let ready = task.ready_copies();
         if self.issued.failure.is_none() && !task.is_cancelled() && ready > self.issued.count {
-            self.issued.failure = self.copier.issue(task.copies(), ready, &mut self.issued).err();
+            self.issued.failure = self.issuer.issue(task, ready, &mut self.issued).err();
         }
         *has_moved |= before != (self.issued.count, self.issued.events.len());
-        let is_over = self.issued.failure.is_some() || task.is_cancelled() || task.made_copies() == task.copies().len();
+        let is_over = self.issued.failure.is_some() || task.is_cancelled() || task.made_copies() == task.units();
         if !is_over || !self.issued.events.is_empty() {
             return Some(self);
         }
         *has_moved = true;
-        let Self { task, copier, issued: Issued { failure, has_unknown, .. } } = self;
-        drop(copier);
+        let Self { task, issuer, issued: Issued { failure, has_unknown, .. } } = self;
+        drop(issuer);
         let task = task?;
         match failure {
             // No event shows when these copies have been made.

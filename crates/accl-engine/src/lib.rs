@@ -33,7 +33,8 @@ pub use accl_executor::call::{
     Codecs, Encoded, Encoding, Measured, Probe, Residuals, Statistics, TILE_ELEMS, TILE_HEADER_BYTES, TensorCodecs,
 };
 pub use accl_executor::call::{
-    Enqueued, External, ExternalCollective, ExternalCopy, ExternalTask, LentMemory, Staging,
+    Enqueued, External, ExternalCollective, ExternalCombination, ExternalCopy, ExternalTask, LentMemory, Staging,
+    TileCode, TileOperand, TileResidual, TileRun,
 };
 pub use accl_executor::call::{PhaseTimes, Phases};
 pub use accl_executor::group::PacketSink;

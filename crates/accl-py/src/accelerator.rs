@@ -4,18 +4,23 @@
 //! `accelerator` does what is asked for here. Read [`TorchAccelerators::staging`] first.
 
 use std::collections::HashMap;
+use std::ffi::c_int;
 use std::fmt;
 use std::mem::ManuallyDrop;
 use std::ops::Deref;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-use accl_accelerator::{CallStreams, Direction, EagerCall, Pinning, StreamCopy, StreamEvent};
+use accl_accelerator::{
+    CallStreams, DeviceRoom, Direction, EagerCall, GpuDevice, Libraries, Pinning, StreamCopy, StreamEvent, Vendor,
+};
 use accl_engine::{CallDesc, LentMemory, Phases, Staging};
 use accl_types::{Dtype, Error, Result};
 use cxx::{SharedPtr, UniquePtr};
+use libloading::os::unix::Library;
+use pyo3::pyfunction;
 use rustix::system::sysinfo;
 
 use crate::bridge::ffi::{
@@ -28,8 +33,21 @@ use crate::snapshot::Counts;
 const DEVICE_SPIN: Duration = Duration::from_micros(200);
 /// `c10::DeviceType::CUDA`, which ROCm has, too.
 const CUDA: i8 = 1;
+/// `c10::DeviceType::PrivateUse1`, the type of the device in the tests.
+const PRIVATE_USE_1: i8 = 20;
 /// Maximum number of streams that have a side stream of their own.
 const MOST_STREAMS: usize = 256;
+
+/// Driver and compiler of the tests' device.
+static STANDIN_DRIVER: OnceLock<Libraries> = OnceLock::new();
+
+/// Sets the library that is driver and compiler of the tests' device, for the life of the process. For tests.
+#[pyfunction]
+pub(crate) fn _lend_gpu_driver(path: std::path::PathBuf) {
+    // SAFETY: tests pass the library of the stand-in, which has the functions of the tables.
+    let libraries = unsafe { Libraries::new(vec![path.clone()], vec![path]) };
+    let _ = STANDIN_DRIVER.set(libraries);
+}
 
 /// The accelerators of this process.
 #[derive(Debug)]
@@ -290,6 +308,32 @@ impl CallStreams for TorchStreams {
     fn finish(&mut self) -> Result<()> {
         self.call.finish().map_err(failed)
     }
+
+    fn gpu(&self) -> Option<GpuDevice> {
+        let stream = self.call.stream();
+        let ordinal = u32::try_from(stream.device_index).ok()?;
+        let vendor = if stream.is_rocm { Vendor::Hip } else { Vendor::Cuda };
+        match stream.device_type {
+            CUDA => Some(GpuDevice { vendor, ordinal, libraries: None }),
+            PRIVATE_USE_1 => {
+                let libraries = STANDIN_DRIVER.get().cloned()?;
+                Some(GpuDevice { vendor: Vendor::Cuda, ordinal, libraries: Some(libraries) })
+            }
+            _ => None,
+        }
+    }
+
+    fn native_stream(&mut self) -> Result<u64> {
+        let mut stream = 0;
+        self.call.allocate(0, &mut stream).map_err(failed)?;
+        Ok(stream)
+    }
+
+    fn allocate(&mut self, len_bytes: u64) -> Result<DeviceRoom> {
+        let memory = self.call.allocate(len_bytes, &mut 0).map_err(failed)?;
+        let address = memory.address() as u64;
+        Ok(DeviceRoom { address, owner: Box::new(Owner(UntilTheEnd::new(memory, &self.call.is_over))) })
+    }
 }
 
 struct TorchEvent(UntilTheEnd<UniquePtr<AcceleratorEvent>>);
@@ -330,10 +374,24 @@ impl Pinning for TorchPinning {
 
     fn enter_thread(&self) {
         if self.device_type == CUDA {
-            ffi::relax_captures();
+            relax_captures();
         }
     }
 }
 
-/// Owner of pinned memory.
+/// Lets this thread ask the device for events while another thread captures a graph. torch offers this to code that links with
+/// the device's library alone. Both libraries have the same modes.
+fn relax_captures() {
+    type Exchange = unsafe extern "C" fn(*mut c_int) -> c_int;
+    let process = Library::this();
+    for name in ["cudaThreadExchangeStreamCaptureMode", "hipThreadExchangeStreamCaptureMode"] {
+        // SAFETY: both libraries declare this type.
+        let Ok(exchange) = (unsafe { process.get::<Exchange>(name.as_bytes()) }) else { continue };
+        let mut relaxed = 2;
+        // SAFETY: the function reads and writes one integer.
+        unsafe { exchange(&mut relaxed) };
+    }
+}
+
+/// Owner of memory of torch.
 struct Owner(#[expect(dead_code, reason = "held until it is dropped")] UntilTheEnd<UniquePtr<PinnedMemory>>);

@@ -160,6 +160,8 @@ pub mod ffi {
         device_index: i8,
         /// `c10::StreamId`.
         id: i64,
+        /// Whether its device type belongs to ROCm.
+        is_rocm: bool,
     }
 
     /// The times of a call's phases in nanoseconds; they add up to its duration.
@@ -309,9 +311,6 @@ pub mod ffi {
         fn address(self: &PinnedMemory) -> usize;
         fn pin_memory(device_type: i8, bytes: usize) -> Result<UniquePtr<PinnedMemory>>;
 
-        /// Lets the calling thread ask CUDA or ROCm for events while other threads capture a graph.
-        fn relax_captures();
-
         /// The copies of one call on an accelerator. `out` is the direction to the tensors.
         type AcceleratorCall;
         fn device_name(self: &AcceleratorCall) -> String;
@@ -333,6 +332,9 @@ pub mod ffi {
         ) -> Result<()>;
         fn record(self: &AcceleratorCall, out: bool) -> Result<UniquePtr<AcceleratorEvent>>;
         fn finish(self: &AcceleratorCall) -> Result<()>;
+        /// Sets the native handle of the stream of copies out. Returns memory of the device for kernels there; null for no
+        /// bytes.
+        fn allocate(self: &AcceleratorCall, bytes: u64, stream: &mut u64) -> Result<UniquePtr<PinnedMemory>>;
         /// Makes the current stream follow a call that is enqueued.
         fn follow(self: &AcceleratorCall, earlier: &AcceleratorCall) -> Result<()>;
 

@@ -45,7 +45,8 @@ impl PyEncoding {
         stats: Option<PyRef<'_, ErrorStats>>,
         one_in: u64,
     ) -> Self {
-        let residuals = residuals.map(|(contributions, sums)| Arc::new(Residuals { contributions, sums }));
+        let residuals =
+            residuals.map(|(contributions, sums)| Arc::new(Residuals { contributions, sums, ..Residuals::default() }));
         let probe = stats.map(|stats| Probe::new(stats.inner.clone(), one_in));
         Self { inner: Encoded::As(Encoding { codecs: codecs.inner.clone(), seed, step, residuals, probe }) }
     }

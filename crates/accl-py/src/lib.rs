@@ -101,6 +101,7 @@ fn _define(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Runtime>()?;
     module.add_function(wrap_pyfunction!(_bridged_functions, module)?)?;
     module.add_function(wrap_pyfunction!(_panic_for_test, module)?)?;
+    module.add_function(wrap_pyfunction!(accelerator::_lend_gpu_driver, module)?)?;
     info::add_functions(module)?;
     offloads::add_functions(module)?;
     transports::add_functions(module)?;

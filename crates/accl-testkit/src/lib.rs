@@ -8,6 +8,7 @@ pub mod devices;
 mod dir_store;
 pub mod pages;
 mod rigged;
+pub mod tile_coder;
 mod transports;
 mod world;
 

@@ -1,22 +1,23 @@
 //! A stand-in for the device of staged calls in a simulated world: it copies piece by piece after random delays, or
-//! breaks.
+//! breaks. For half of the encoded calls it computes the tiles instead, so that nothing is copied.
 //!
-//! Owns the tasks in flight. A task writes once when it begins and once when it ends, and copies are reported late and
-//! out of step with the writing. So use of bytes that have not arrived, a copy of bytes that are not final, and a write
+//! Owns the tasks in flight. A task writes once when it begins and once when it ends, and copies and tiles are reported late
+//! and out of step with the writing. So use of bytes that have not arrived, a copy of bytes that are not final, and a write
 //! to memory that was released too early are detected. Read [`ExternalTasks::turn`] first.
 
 use std::any::Any;
 use std::collections::BTreeMap;
 use std::fmt;
+use std::ops::Range;
 use std::sync::Arc;
 
-use accl_testkit::Rng;
-use accl_types::Result;
+use accl_testkit::{Rng, tile_coder};
+use accl_types::{Dtype, Result};
 
 use super::clock::{Agenda, Event};
 use super::scenario::Breaks;
 use accl_engine::sync::Mutex;
-use accl_executor::call::{External, ExternalCopy, ExternalTask, Staging};
+use accl_executor::call::{Codecs, External, ExternalCopy, ExternalTask, Staging};
 
 /// Maximum nanoseconds until a task goes on.
 const MOST: u64 = 300_000;
@@ -38,7 +39,7 @@ struct Running {
     is_due: bool,
     /// The task was asked to stop, and an event at which it stops is on the agenda.
     stops: bool,
-    /// Copies that were written, but not reported yet. They may be reported late and out of step with the writing.
+    /// Copies or tiles that were written, but not reported yet. They may be reported late and out of step with the writing.
     written: usize,
     rng: Rng,
 }
@@ -61,6 +62,8 @@ pub(super) struct Device {
     lingering: Option<Arc<Mutex<Lingering>>>,
     /// Size of the ring of a message.
     ring_bytes: u64,
+    /// Whether the device computes the tiles of encoded calls.
+    is_coder: bool,
     rng: Mutex<Rng>,
 }
 
@@ -83,7 +86,8 @@ impl Device {
         let rng = Mutex::new(Rng::new(seed));
         let (external_tasks, agenda) = (external_tasks.clone(), agenda.clone());
         let (lingering, ring_bytes) = (lingers.then(Arc::default), (segment * 8).div_ceil(7) << (seed % 3));
-        Self { external_tasks, agenda, process, breaks, lingering, ring_bytes, rng }
+        let is_coder = (seed / 4).is_multiple_of(2);
+        Self { external_tasks, agenda, process, breaks, lingering, ring_bytes, is_coder, rng }
     }
 
     /// Returns a worker for other copies of the same call.
@@ -91,8 +95,8 @@ impl Device {
         let rng = Mutex::new(Rng::new(self.rng.lock().next_u64()));
         let (external_tasks, agenda) = (self.external_tasks.clone(), self.agenda.clone());
         let lingering = self.lingering.clone();
-        let (process, breaks, ring_bytes) = (self.process, self.breaks, self.ring_bytes);
-        Self { external_tasks, agenda, process, breaks, lingering, ring_bytes, rng }
+        let (process, breaks, ring_bytes, is_coder) = (self.process, self.breaks, self.ring_bytes, self.is_coder);
+        Self { external_tasks, agenda, process, breaks, lingering, ring_bytes, is_coder, rng }
     }
 
     fn below(&self, bound: u64) -> u64 {
@@ -112,6 +116,10 @@ impl Staging for Device {
     fn copy_out(&self) -> Arc<dyn External> {
         Arc::new(self.another())
     }
+
+    fn coder(&self, _: &Codecs, _: Dtype, _: bool) -> Option<Arc<dyn External>> {
+        self.is_coder.then(|| Arc::new(self.another()) as Arc<dyn External>)
+    }
 }
 
 impl External for Device {
@@ -128,15 +136,16 @@ impl External for Device {
                 self.agenda.lock().enter(self.below(MOST), Event::External { process: self.process, task: number });
             }
         }
-        if self.breaks.is_none() && self.lingering.is_none() && self.below(4) == 0 && ready == task.copies().len() {
-            task.copies().iter().for_each(|copy| write(&task, copy, Half::Both));
+        if self.breaks.is_none() && self.lingering.is_none() && self.below(4) == 0 && ready == task.units() {
+            write_all(&task, 0..ready, Half::Both);
             return task.done();
         }
-        task.copies()[..ready].iter().take(1).for_each(|copy| write(&task, copy, Half::First));
+        write_all(&task, 0..ready.min(1), Half::First);
         let mut external_tasks = self.external_tasks.lock();
         let number = external_tasks.begun;
         external_tasks.begun += 1;
-        let (breaks, lingering) = (self.breaks, self.lingering.clone().filter(|_| !task.is_copy_out()));
+        let is_copy_in = !task.is_copy_out() && task.combination().is_none();
+        let (breaks, lingering) = (self.breaks, self.lingering.clone().filter(|_| is_copy_in));
         let rng = Rng::new(self.rng.lock().next_u64());
         let running = Running { task, breaks, lingering, is_due: false, stops: false, written: 0, rng };
         external_tasks.tasks.insert(number, running);
@@ -178,7 +187,7 @@ impl Running {
     }
 
     fn is_over(&self) -> bool {
-        self.task.made_copies() == self.task.copies().len()
+        self.task.made_copies() == self.task.units()
     }
 
     /// Returns whether the task ends only when a copy-out of its call begins.
@@ -199,8 +208,7 @@ impl Running {
         }
         let end = self.written + self.rng.below((ready - self.written) as u64 + 1) as usize;
         let end = if self.task.made_copies() == self.written { end.max(self.written + 1).min(ready) } else { end };
-        // In the order in which a bus with several streams might write them.
-        self.task.copies()[self.written..end].iter().rev().for_each(|copy| write(&self.task, copy, Half::Both));
+        write_all(&self.task, self.written..end, Half::Both);
         self.written = end;
         let made = self.task.made_copies();
         self.task.note_made(made + 1 + self.rng.below((end - made) as u64) as usize);
@@ -211,12 +219,12 @@ impl Running {
     /// Ends a task that was asked to stop. It may complete before it notices, and writes in any case.
     fn stop(mut self) {
         let ready = self.task.ready_copies();
-        if ready == self.task.copies().len() && self.breaks.is_none() && self.rng.below(2) == 0 {
-            self.task.copies()[self.written..].iter().for_each(|copy| write(&self.task, copy, Half::Both));
+        if ready == self.task.units() && self.breaks.is_none() && self.rng.below(2) == 0 {
+            write_all(&self.task, self.written..ready, Half::Both);
             return self.task.done();
         }
         let end = ready.min(self.written.max(1));
-        self.task.copies()[..end].iter().for_each(|copy| write(&self.task, copy, Half::Second));
+        write_all(&self.task, 0..end, Half::Second);
         match self.breaks {
             Some(Breaks::Fails) => self.task.fail("the world wants it"),
             None | Some(Breaks::Drops | Breaks::Hangs | Breaks::AllHang | Breaks::NeverStops) => drop(self.task),
@@ -259,6 +267,16 @@ enum Half {
     First,
     Second,
     Both,
+}
+
+/// Makes some of the copies of a task that are ready, or computes some of its tiles. Half of a tile is a whole one.
+fn write_all(task: &ExternalTask, range: Range<usize>, half: Half) {
+    match task.combination() {
+        // SAFETY: the addresses are memory of this process; the tiles are ready, and only this task may access them.
+        Some(combination) => unsafe { tile_coder::combine(combination, range.start as u32..range.end as u32) },
+        // In the order in which a bus with several streams might write them.
+        None => task.copies()[range].iter().rev().for_each(|copy| write(task, copy, half)),
+    }
 }
 
 fn write(task: &ExternalTask, copy: &ExternalCopy, half: Half) {

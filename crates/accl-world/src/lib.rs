@@ -59,6 +59,7 @@ fn search(first: u64, time: Duration) -> (u64, Seen) {
                 all.fast += seen.fast;
                 all.sleeps += seen.sleeps;
                 all.staged += seen.staged;
+                all.coded += seen.coded;
                 all.offloaded += seen.offloaded;
                 all.cut += seen.cut;
             }
@@ -76,7 +77,7 @@ fn what_must_hold_holds_in_every_history() {
     let first = number("WORLD_SEED").unwrap_or(1);
     let (worlds, seen) = search(first, Duration::from_secs(seconds));
     println!("{worlds} worlds from seed {first} on in {seconds} s: {seen:?}");
-    let counts = [seen.done, seen.failed, seen.fast, seen.sleeps, seen.staged, seen.offloaded, seen.cut];
+    let counts = [seen.done, seen.failed, seen.fast, seen.sleeps, seen.staged, seen.coded, seen.offloaded, seen.cut];
     assert!(counts.iter().all(|count| *count > 0), "{seen:?}");
 }
 

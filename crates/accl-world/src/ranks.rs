@@ -462,6 +462,10 @@ impl World<'_> {
             return Err(Error::internal("a call without its group"));
         };
         desc.check(member.caller.rank, member.caller.world)?;
+        let coded = member.caller.tensor_coder(desc);
+        self.seen.coded += u64::from(coded.is_some());
+        let coded = coded.map(|coder| CallDesc { tensor_coder: Some(coder), ..desc.clone() });
+        let desc = coded.as_ref().unwrap_or(desc);
         let least = Least::Bytes(self.scenario.least_part_bytes);
         let of = parts_of(desc, member.caller.world, self.scenario.lanes as u32, least, || 0);
         let cut = Cut::new(desc, of, 0);

@@ -40,6 +40,8 @@ pub(super) struct Seen {
     pub(super) sleeps: u64,
     /// Calls with tensors in memory that only external operations reach.
     pub(super) staged: u64,
+    /// Staged calls whose tiles the device computes.
+    pub(super) coded: u64,
     /// Calls that were given to devices.
     pub(super) offloaded: u64,
     /// Calls that were cut into parts for several lanes.

@@ -211,7 +211,7 @@ impl Group {
         let sampled = desc.encoding(self.caller.world).map(|encoding| Sample::with_call(desc, encoding)).transpose();
         match sampled.map_err(|error| error.of(desc.collective))?.flatten() {
             Some((desc, sample)) => self.start(&desc, Some(sample), None),
-            None => self.start(desc, None, None),
+            None => self.start_coded(desc),
         }
     }
 
@@ -221,7 +221,12 @@ impl Group {
     }
 
     /// Starts a call. `offload` is the component that executes it, if there is one.
-    fn start(&self, desc: &CallDesc, sample: Option<Sample>, offload: Option<&Arc<dyn Offload>>) -> Result<Call> {
+    pub(super) fn start(
+        &self,
+        desc: &CallDesc,
+        sample: Option<Sample>,
+        offload: Option<&Arc<dyn Offload>>,
+    ) -> Result<Call> {
         self.check_usable(desc.collective)?;
         desc.check(self.caller.rank, self.caller.world)?;
         let cut = self.cut(desc);

@@ -1,6 +1,7 @@
 //! The types that the layer above uses: groups and calls in flight.
 
 pub(crate) mod call;
+mod coded;
 mod connect;
 pub(crate) mod default_codec;
 pub(crate) mod error_stats;

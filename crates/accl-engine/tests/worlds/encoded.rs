@@ -549,8 +549,11 @@ fn what_an_encoding_loses_is_added_to_the_next_one() {
             });
             let mean_error = |with: bool, steps: u64| {
                 let (kept, of_sums) = (vec![0.0f32; COUNT], vec![0.0f32; COUNT]);
-                let residuals =
-                    Residuals { contributions: vec![kept.as_ptr() as usize], sums: vec![of_sums.as_ptr() as usize] };
+                let residuals = Residuals {
+                    contributions: vec![kept.as_ptr() as usize],
+                    sums: vec![of_sums.as_ptr() as usize],
+                    ..Residuals::default()
+                };
                 let mut encoding = encoding(codecs());
                 encoding.residuals = with.then(|| Arc::new(residuals));
                 let mut mean = vec![0.0; COUNT];
@@ -580,8 +583,11 @@ fn a_sum_of_zeros_keeps_the_residual() {
     World::new(options(&[0; 2], "all_reduce", "direct_two_phase")).run("g", |member| {
         let of_sums = vec![0.5f32; 1000];
         let mut encoding = encoding.clone();
-        encoding.residuals =
-            Some(Arc::new(Residuals { contributions: vec![0], sums: vec![of_sums.as_ptr() as usize] }));
+        encoding.residuals = Some(Arc::new(Residuals {
+            contributions: vec![0],
+            sums: vec![of_sums.as_ptr() as usize],
+            ..Residuals::default()
+        }));
         let mut mine = vec![0.0; 1000];
         all_reduce(&member, &mut mine, ReduceOp::Sum, &encoding);
         assert!(mine.iter().all(|value| *value == 0.0));
@@ -601,7 +607,7 @@ fn a_bucket_that_is_not_finite_has_no_residual() {
         let (kept, of_sums) = (vec![0.5f32; 1000], vec![0.5f32; 1000]);
         let (contributions, sums) = (vec![kept.as_ptr() as usize], vec![of_sums.as_ptr() as usize]);
         let mut encoding = encoding.clone();
-        encoding.residuals = Some(Arc::new(Residuals { contributions, sums }));
+        encoding.residuals = Some(Arc::new(Residuals { contributions, sums, ..Residuals::default() }));
         let mut mine = vec![f32::NAN; 1000];
         all_reduce(&member, &mut mine, ReduceOp::Sum, &encoding);
         assert!(mine.iter().all(|value| value.is_nan()));

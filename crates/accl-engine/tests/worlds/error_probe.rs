@@ -76,7 +76,7 @@ fn a_call_that_several_lanes_do_has_the_figures_of_one() {
             let (mut encoding, stats) = probed(vec![both_ways(max_min(4, 64, Rounding::Stochastic), 5)], 64);
             let kept = vec![0.0_f32; COUNT];
             let contributions = vec![kept.as_ptr() as usize];
-            encoding.residuals = Some(Arc::new(Residuals { contributions, sums: vec![] }));
+            encoding.residuals = Some(Arc::new(Residuals { contributions, sums: vec![], ..Residuals::default() }));
             for step in 0..2 {
                 encoding.step = step;
                 all_reduce(&member, &mut data(member.rank, COUNT, 1 + step), ReduceOp::Sum, &encoding);
@@ -203,7 +203,7 @@ fn the_residual_is_divided_by_the_norm_of_the_gradient() {
             let blocks_of = if collective == Collective::AllReduce { 1 } else { 2 };
             let kept = vec![0.0f32; COUNT * blocks_of];
             let contributions = (0..blocks_of).map(|block| kept[block * COUNT..].as_ptr() as usize).collect();
-            encoding.residuals = Some(Arc::new(Residuals { contributions, sums: vec![] }));
+            encoding.residuals = Some(Arc::new(Residuals { contributions, sums: vec![], ..Residuals::default() }));
             let mut expected = 0.0;
             for step in 0..5 {
                 encoding.step = step;

@@ -903,7 +903,7 @@ fn measured_calls_have_the_same_figures_and_bits_wherever_their_tensors_lie() {
                 let (mut encoding, stats) = probed(vec![both_ways(max_min(4, 64, Rounding::Stochastic), 5)], 64);
                 let kept = vec![0.0_f32; COUNT];
                 let contributions = vec![kept.as_ptr() as usize];
-                encoding.residuals = Some(Arc::new(Residuals { contributions, sums: vec![] }));
+                encoding.residuals = Some(Arc::new(Residuals { contributions, sums: vec![], ..Residuals::default() }));
                 let device = Device::new(When::Later);
                 let mut bits = Vec::new();
                 for step in 0..2 {

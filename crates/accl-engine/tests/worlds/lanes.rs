@@ -37,6 +37,7 @@ fn encoded_sums_and_what_was_lost_have_the_same_bits_on_any_number_of_lanes() {
                     let residuals = Residuals {
                         contributions: vec![kept.as_ptr() as usize],
                         sums: vec![of_sums.as_ptr() as usize],
+                        ..Residuals::default()
                     };
                     let mut encoding = encoding(vec![both_ways(max_min(3, 64, Rounding::Stochastic), 5)]);
                     encoding.residuals = Some(Arc::new(residuals));

@@ -21,3 +21,4 @@ mod panics;
 mod parked_driver;
 mod rendezvous;
 mod sums;
+mod tensor_coder;

@@ -59,6 +59,9 @@ pub struct CallDesc {
     pub encoding: Encoded,
     /// Copies tensors in other memory to host memory and back, if there are such tensors.
     pub staging: Option<Arc<dyn Staging>>,
+    /// Computes the combinations of an encoded call where its tensors lie, instead of staging these: see
+    /// [`Caller::tensor_coder`](crate::group::Caller::tensor_coder).
+    pub tensor_coder: Option<Arc<dyn External>>,
     /// Worker that does the whole collective, once the signatures of all ranks agree. All ranks must set this, or none.
     pub offload: Option<Arc<dyn External>>,
     /// Part of the call that this description covers, if other lanes do the other parts.
@@ -92,6 +95,7 @@ impl CallDesc {
             seq: None,
             encoding: Encoded::GroupDefault,
             staging: None,
+            tensor_coder: None,
             offload: None,
             part: Part::WHOLE,
             joins: None,

@@ -11,6 +11,7 @@ use accl_schedule::{Coding, Role};
 use accl_types::{Bytes, Collective, Dtype, Elems, Error, ReduceOp, Result};
 
 use super::error_stats::Probe;
+use super::tensor::MemoryKind;
 use accl_types::hash::{fold, hash_words};
 
 /// Maximum elements of a tile. Its float32 sums then stay in the second-level cache together with their inputs.
@@ -147,6 +148,11 @@ impl Codecs {
         self.tensors.len() - usize::from(self.has_raw)
     }
 
+    /// Returns the codecs of all tensors and roles. Equal ones may be repeated.
+    pub fn all(&self) -> impl Iterator<Item = &Arc<dyn Codec>> {
+        self.tensors.iter().flat_map(|tensor| ROLES.map(|role| tensor.of(role)))
+    }
+
     /// Returns the number of tensors of a block.
     pub fn tensors(&self) -> usize {
         self.tensors.len()
@@ -205,6 +211,8 @@ pub struct Residuals {
     /// Residual addresses of the sums that this rank finishes, one for each tensor; empty for none. A tile whose sum is
     /// all zeros is sent as zeros, and its part of the residual stays for a later call.
     pub sums: Vec<usize>,
+    /// Memory that holds all residuals.
+    pub memory: MemoryKind,
 }
 
 /// Settings with which one call is encoded.

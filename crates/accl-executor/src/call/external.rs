@@ -20,6 +20,7 @@ use std::sync::{Arc, OnceLock};
 use accl_types::{Collective, Dtype, Error, ErrorKind, Moment, Rank, ReduceOp, Result};
 
 use super::access::Access;
+use super::combination::ExternalCombination;
 use super::external_copy::ExternalCopy;
 use super::tensor::Blocks;
 
@@ -41,7 +42,7 @@ pub trait External: Send + Sync + fmt::Debug {
     /// it. A worker that waits for [`External::copies_are_ready`] does.
     fn cancel(&self) {}
 
-    /// Notifies the worker that more copies of a task may be made: see [`ExternalTask::ready_copies`]. Runs under the
+    /// Notifies the worker that more copies of a task may be made, or more tiles: see [`ExternalTask::ready_copies`]. Runs under the
     /// engine's lock, like [`External::begin`].
     fn copies_are_ready(&self) {}
 }
@@ -94,6 +95,7 @@ pub(crate) enum ExternalWork {
     CopyIn(ExternalCopies),
     CopyOut(ExternalCopies),
     Collective(Box<ExternalCollective>),
+    Combine(Arc<ExternalCombination>),
     /// The parts of the call that other lanes do.
     Parts,
 }
@@ -102,7 +104,16 @@ impl ExternalWork {
     fn copies(&self) -> Option<&ExternalCopies> {
         match self {
             ExternalWork::CopyIn(copies) | ExternalWork::CopyOut(copies) => Some(copies),
-            ExternalWork::Collective(_) | ExternalWork::Parts => None,
+            ExternalWork::Collective(_) | ExternalWork::Combine(_) | ExternalWork::Parts => None,
+        }
+    }
+
+    /// Returns the number of copies, or of tiles.
+    fn units(&self) -> usize {
+        match self {
+            ExternalWork::CopyIn(copies) | ExternalWork::CopyOut(copies) => copies.copies.len(),
+            ExternalWork::Combine(combination) => combination.tiles() as usize,
+            ExternalWork::Collective(_) | ExternalWork::Parts => 0,
         }
     }
 }
@@ -119,9 +130,9 @@ struct TaskState {
     /// Whether the worker panicked in `begin`. Its results are then not used, but the executor still waits for the task
     /// to end.
     has_panicked: AtomicBool,
-    /// Number of copies that have been made.
+    /// Number of copies that have been made, or of tiles.
     made: AtomicU32,
-    /// Number of copies that may be made.
+    /// Number of copies that may be made, or of tiles.
     ready: AtomicU32,
     why: OnceLock<Error>,
     wake: Wake,
@@ -130,7 +141,8 @@ struct TaskState {
 /// One external operation in flight.
 ///
 /// The worker that has the task has exclusive access to the tensors of its copies. It also has access to the host memory
-/// of each copy: of a copy-in until it reports the copy, of a copy-out from the time at which the copy is ready. The
+/// of each copy: of a copy-in until it reports the copy, of a copy-out from the time at which the copy is ready. The same holds
+/// for the tiles of a combination: the worker reads and writes them from the time at which they are ready until it reports them. The
 /// memory of a collective is accessed only through [`CollectiveMemory`](crate::memory::CollectiveMemory). The task is given back by
 /// [`ExternalTask::done`], [`ExternalTask::fail`], or a drop. A drop counts as a failure unless the task was cancelled.
 pub struct ExternalTask {
@@ -146,37 +158,43 @@ impl ExternalTask {
         self.work.copies().map_or(&[], |copies| &copies.copies)
     }
 
+    /// Returns the number of copies, or of tiles of a combination.
+    pub fn units(&self) -> usize {
+        self.work.units()
+    }
+
     /// Returns whether the copies go from host memory to the tensors.
     pub fn is_copy_out(&self) -> bool {
         matches!(self.work, ExternalWork::CopyOut(_))
     }
 
-    /// Returns how many copies may be made: the first ones. When the number rises,
+    /// Returns how many copies may be made, or tiles of a combination: the first ones. When the number rises,
     /// [`External::copies_are_ready`] is called.
     pub fn ready_copies(&self) -> usize {
         // Acquire: the bytes of a copy that is ready are visible to this thread.
         self.shared.ready.load(Ordering::Acquire) as usize
     }
 
-    /// Returns how many copies were reported as made.
+    /// Returns how many copies were reported as made, or tiles.
     pub fn made_copies(&self) -> usize {
         // Relaxed: only the owner of the task changes the number.
         self.shared.made.load(Ordering::Relaxed) as usize
     }
 
-    /// Reports that the first `count` copies have been made, so that the call may go on behind a copy-in. A number that
+    /// Reports that the first `count` copies have been made, or tiles, so that the call may go on behind them. A number that
     /// does not rise changes nothing. Takes no lock of the engine.
     ///
     /// # Panics
-    /// Panics if fewer copies are ready.
+    /// Panics if fewer are ready.
     pub fn note_made(&self, count: usize) {
         let (before, ready) = (self.made_copies(), self.ready_copies());
-        assert!(count <= ready, "{count} copies are reported as made, and {ready} are ready");
-        let Some(ExternalCopies { copies, after, .. }) = self.work.copies() else { return };
+        assert!(count <= ready, "{count} copies or tiles are reported as made, and {ready} are ready");
         if count <= before {
             return;
         }
-        if let Some(Err(error)) = after.as_ref().map(|after| after(&copies[before..count])) {
+        if let Some(ExternalCopies { copies, after: Some(after), .. }) = self.work.copies()
+            && let Err(error) = after(&copies[before..count])
+        {
             let _ = self.shared.why.set(error);
             return;
         }
@@ -187,10 +205,12 @@ impl ExternalTask {
 
     /// Returns the collective to do, if the task is one.
     pub fn collective(&self) -> Option<&ExternalCollective> {
-        match &self.work {
-            ExternalWork::CopyIn(_) | ExternalWork::CopyOut(_) | ExternalWork::Parts => None,
-            ExternalWork::Collective(collective) => Some(collective),
-        }
+        if let ExternalWork::Collective(collective) = &self.work { Some(collective) } else { None }
+    }
+
+    /// Returns the combination to compute, if the task is one.
+    pub fn combination(&self) -> Option<&Arc<ExternalCombination>> {
+        if let ExternalWork::Combine(combination) = &self.work { Some(combination) } else { None }
     }
 
     /// Returns whether the call has failed and wants its memory back. Anything written from then on is unused.
@@ -214,9 +234,10 @@ impl ExternalTask {
     /// Ends the task as successful: all outputs are written, and all copies made. The worker no longer accesses the
     /// task's memory.
     pub fn done(self) {
-        let (ready, all) = (self.ready_copies(), self.copies().len());
+        let (ready, all) = (self.ready_copies(), self.units());
         if ready < all {
-            return self.fail_with(Error::internal(format!("{ready} of {all} copies were ready when it ended")));
+            return self
+                .fail_with(Error::internal(format!("{ready} of {all} copies or tiles were ready when it ended")));
         }
         self.note_made(all);
         self.end(if self.shared.why.get().is_some() { FAILED } else { DONE });
@@ -287,6 +308,8 @@ pub(crate) struct ExternalHandle {
     shared: Arc<TaskState>,
     /// Whether the worker accesses the memory only between `Access::begin` and `Access::end`.
     asks_first: bool,
+    /// The combination that is computed, if the task is one.
+    combination: Option<Arc<ExternalCombination>>,
 }
 
 /// State of a task, from its flag.
@@ -319,7 +342,8 @@ impl ExternalHandle {
         // The handle exists before the worker's code runs. Whatever that code does, the call does not complete while
         // the task is in flight.
         let asks_first = matches!(work, ExternalWork::Collective(_));
-        let handle = Self { by: by.clone(), shared: shared.clone(), asks_first };
+        let combination = if let ExternalWork::Combine(combination) = &work { Some(combination.clone()) } else { None };
+        let handle = Self { by: by.clone(), shared: shared.clone(), asks_first, combination };
         let task = ExternalTask { work, shared, _keeps: keeps };
         if catch_unwind(AssertUnwindSafe(|| by.begin(task))).is_err() {
             // The worker may have passed the task on before it panicked, so the executor still waits for the task to
@@ -355,12 +379,22 @@ impl ExternalHandle {
         self.shared.made.load(Ordering::Acquire)
     }
 
-    /// Returns whether the worker has yet to make a copy that is ready.
-    pub(crate) fn owes_copies(&self) -> bool {
-        self.made() < self.shared.ready.load(Ordering::Relaxed)
+    /// Returns the combination that is computed, if the task is one.
+    pub(crate) fn combination(&self) -> Option<&Arc<ExternalCombination>> {
+        self.combination.as_ref()
     }
 
-    /// Lets the first `count` copies be made, as their bytes are final.
+    /// Returns how many copies may be made, or tiles.
+    pub(crate) fn ready(&self) -> u32 {
+        self.shared.ready.load(Ordering::Relaxed)
+    }
+
+    /// Returns whether the worker has yet to make a copy that is ready, or a tile.
+    pub(crate) fn owes_copies(&self) -> bool {
+        self.made() < self.ready()
+    }
+
+    /// Lets the first `count` copies be made, or tiles, as their bytes are final.
     ///
     /// # Errors
     /// The worker has panicked. The task ends nevertheless.

@@ -1,6 +1,7 @@
 //! Calls as data: tensors, encodings, descriptions, and statistics.
 
 mod access;
+mod combination;
 mod desc;
 mod encoding;
 mod error_stats;
@@ -12,6 +13,7 @@ mod state;
 mod tensor;
 mod waits;
 
+pub use combination::{ExternalCombination, TileCode, TileOperand, TileResidual, TileRun};
 pub use desc::{CallDesc, Mode};
 pub use encoding::{Codecs, Encoded, Encoding, Residuals, TILE_ELEMS, TILE_HEADER_BYTES, TensorCodecs};
 pub(crate) use error_stats::Keeps;

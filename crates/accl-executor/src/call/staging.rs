@@ -9,6 +9,7 @@ use std::sync::Arc;
 
 use accl_types::{Dtype, Elems, Result};
 
+use super::encoding::Codecs;
 use super::external::{External, Wake};
 use super::external_copy::ExternalCopy;
 use super::tensor::TensorDesc;
@@ -50,6 +51,16 @@ pub trait Staging: Send + Sync + fmt::Debug {
     /// Returns the worker that copies results from host memory to the tensors. Each part of a call has one, and all are
     /// asked for before the first of them begins.
     fn copy_out(&self) -> Arc<dyn External>;
+
+    /// Returns the worker that computes the combinations of an encoded call where its tensors of this dtype lie, so that
+    /// encoded bytes alone leave the device. Each combination is a task of its own, and tasks whose tiles depend on each other
+    /// follow each other. With `None`, the host's codecs work on copies in host memory.
+    ///
+    /// The memory of the encoded bytes is lent by [`Staging::lend`]. `has_residuals` says whether the call has error feedback.
+    fn coder(&self, codecs: &Codecs, dtype: Dtype, has_residuals: bool) -> Option<Arc<dyn External>> {
+        let _ = (codecs, dtype, has_residuals);
+        None
+    }
 
     /// Returns the flag that is set when the last copy of all parts is enqueued. `None` if no thread continues before
     /// the call completes; also for a call that writes no tensor.

@@ -7,10 +7,12 @@
 //!
 //! This module owns the handles; the worker of each operation does the work. Read [`Externals::begin`] first.
 
+use std::sync::Arc;
+
 use accl_types::Error;
 use smallvec::SmallVec;
 
-use crate::call::{ExternalHandle, ExternalState, Wake};
+use crate::call::{ExternalCombination, ExternalHandle, ExternalState, Wake};
 use crate::plan::ExternalStep;
 
 /// State of a run's external operations. Most runs have none.
@@ -65,9 +67,31 @@ impl Externals {
         self.of(op).map_or(0, |under_way| under_way.handle.made())
     }
 
-    /// Lets the first `count` copies of an operation in flight be made.
+    /// Returns the combination that an operation in flight computes.
+    pub(super) fn combination(&self, op: u32) -> Option<&Arc<ExternalCombination>> {
+        self.of(op)?.handle.combination()
+    }
+
+    /// Returns whether a combination in flight has made more tiles than `taken` returns for it.
+    #[inline]
+    pub(super) fn has_tiles(&self, taken: impl Fn(u32) -> u64) -> bool {
+        self.combines().any(|(op, made)| u64::from(made) > taken(op))
+    }
+
+    /// Returns the combinations in flight that have made more tiles than `taken` returns for them.
+    pub(super) fn with_tiles(&self, taken: impl Fn(u32) -> u64) -> SmallVec<[u32; 4]> {
+        self.combines().filter(|&(op, made)| u64::from(made) > taken(op)).map(|(op, _)| op).collect()
+    }
+
+    /// Returns the combinations in flight, and how many tiles each has made.
+    fn combines(&self) -> impl Iterator<Item = (u32, u32)> + '_ {
+        let combines = self.under_way.iter().filter(|under_way| under_way.step == ExternalStep::Combine);
+        combines.map(|under_way| (under_way.op, under_way.handle.made()))
+    }
+
+    /// Lets the first `count` copies of an operation in flight be made, or tiles. A number that does not rise changes nothing.
     pub(super) fn set_ready(&mut self, op: u32, count: u32) {
-        let Some(UnderWay { step, handle, .. }) = self.of(op) else { return };
+        let Some(UnderWay { step, handle, .. }) = self.of(op).filter(|of| of.handle.ready() < count) else { return };
         let failure = handle.set_ready(count).map_err(|why| step.failure(handle.name(), why));
         self.failure = self.failure.take().or(failure.err());
     }
@@ -80,6 +104,11 @@ impl Externals {
     #[inline]
     pub(super) fn has_ended(&self) -> bool {
         self.under_way.iter().any(|under_way| under_way.handle.has_ended())
+    }
+
+    /// Returns whether an operation in flight has ended.
+    pub(super) fn has_ended_one(&self, op: u32) -> bool {
+        self.of(op).is_some_and(|under_way| under_way.handle.has_ended())
     }
 
     /// Returns the operations that were in flight and have ended.
@@ -97,7 +126,9 @@ impl Externals {
             ExternalState::Done => true,
             ExternalState::Failed(why) => {
                 let error = step.failure(handle.name(), why);
-                self.failure.get_or_insert(error);
+                // The first failure is reported, whichever of them has abandoned memory.
+                let leaks = error.context.must_leak_memory;
+                self.failure.get_or_insert(error).context.must_leak_memory |= leaks;
                 false
             }
         };
@@ -150,7 +181,9 @@ impl Externals {
         let is_left_out = |of: &UnderWay| {
             of.handle.has_ended()
                 || match of.step {
-                    ExternalStep::CopyIn | ExternalStep::CopyOut => awaits_peers && !of.handle.owes_copies(),
+                    ExternalStep::CopyIn | ExternalStep::CopyOut | ExternalStep::Combine => {
+                        awaits_peers && !of.handle.owes_copies()
+                    }
                     ExternalStep::Join => without_parts,
                     ExternalStep::Offload => false,
                 }
@@ -162,8 +195,6 @@ impl Externals {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Arc;
-
     use accl_types::ErrorKind;
 
     use super::*;
@@ -222,6 +253,30 @@ mod tests {
         externals.settle(3);
         assert!(externals.abandoned().is_some(), "a pass has yet to take it");
         assert!(externals.take_failure().unwrap().context.must_leak_memory && externals.abandoned().is_none());
+    }
+
+    #[test]
+    fn of_two_that_fail_the_one_that_was_abandoned_is_not_forgotten() {
+        let mut externals = Externals::default();
+        externals.set_wake(Arc::new(|| {}));
+        let tasks: Vec<ExternalTask> = (0..2)
+            .map(|op| {
+                let shelf: Arc<Shelf> = Arc::default();
+                let by: Arc<dyn External> = shelf.clone();
+                let work = ExternalWork::CopyIn(ExternalCopies::default());
+                externals.begin(op, ExternalStep::CopyIn, |wake| {
+                    Some(ExternalHandle::begin(&by, work, Arc::new(()), wake.clone()))
+                });
+                shelf.0.lock().unwrap().take().unwrap()
+            })
+            .collect();
+        let [first, second] = <[ExternalTask; 2]>::try_from(tasks).unwrap();
+        first.fail("no power");
+        second.abandon(Error::device("it goes on for ever"));
+        assert!(!externals.settle(0) && !externals.settle(1));
+        assert!(externals.abandoned().is_some(), "memory is still in use");
+        let failure = externals.take_failure().unwrap();
+        assert!(failure.message.contains("no power") && failure.context.must_leak_memory, "{failure}");
     }
 
     #[test]

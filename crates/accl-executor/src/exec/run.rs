@@ -277,6 +277,7 @@ impl Run {
             || !self.stalled.is_empty()
             || self.externals.has_ended()
             || self.externals.has_failed()
+            || self.plan.combines_elsewhere && self.externals.has_tiles(|op| self.ops[op as usize].progress.done())
             || self.plan.copy_in.is_some_and(|op| self.externals.made(op) > self.copied_in)
             || self.awaits_parts_in() && self.compute.meeting().is_some_and(|meeting| meeting.has_news())
     }
@@ -315,6 +316,10 @@ impl Run {
         }
         if self.externals.has_ended() {
             self.externals.ended().into_iter().for_each(|op| self.queue(op));
+        }
+        if self.plan.combines_elsewhere {
+            let made = self.externals.with_tiles(|op| self.ops[op as usize].progress.done());
+            made.into_iter().for_each(|op| self.queue(op));
         }
         let mut progressed = false;
         // Local work is cut into steps. An operation that queues itself again waits for the next pass, so that frames
@@ -375,6 +380,7 @@ impl Run {
             PlanOpKind::Send { src, to } => self.step_send(&plan, op, (src, *to), fresh, env),
             PlanOpKind::Recv { from, .. } | PlanOpKind::RecvReduce { from, .. } => self.step_receive(op, *from, env),
             PlanOpKind::Copy { .. } | PlanOpKind::Reduce { .. } => self.step_local(op),
+            PlanOpKind::Combine(combination) if plan.combines_elsewhere => self.follow_combine(op, combination),
             PlanOpKind::Combine(combination) => match plan.ops[op as usize].partner {
                 // Its tiles are computed when they are sent.
                 Some(send) => progressed = self.step(send, fresh, env),
@@ -584,6 +590,41 @@ impl Run {
         }
     }
 
+    /// Lets the worker compute the tiles of a combination that are due, and takes the tiles that it has computed.
+    fn follow_combine(&mut self, op: u32, combination: &Combination) {
+        let Some(limit) = self.limit(op).filter(|_| !self.externals.has_failed()) else { return };
+        if combination.tiles.is_empty() {
+            return self.complete(op);
+        }
+        if limit > 0 && !self.externals.has_begun(op) {
+            let compute = &self.compute;
+            if !self.externals.begin(op, ExternalStep::Combine, |wake| compute.begin_combine(combination, wake)) {
+                unreachable!("a call whose combinations a worker computes has the worker");
+            }
+        }
+        self.externals.set_ready(op, limit as u32);
+        // The end is read before the number of tiles: a task that ends later may report more.
+        let has_ended = self.externals.has_ended_one(op);
+        let (taken, made) = (self.ops[op as usize].progress.done(), u64::from(self.externals.made(op)));
+        let step = combination.tiles.get(taken as usize).map_or(1, |tile| (ELEMS_STEP / tile.elems.max(1)).max(1));
+        let end = made.min(taken + step);
+        if end > taken {
+            self.compute.seal(combination, taken..end);
+            self.ops[op as usize].progress = Progress::Local { done: end };
+        }
+        if end < made {
+            return self.queue(op);
+        }
+        // The task ends after its last tile, and only then is its memory free.
+        let computed = self.externals.combination(op).cloned();
+        if has_ended && self.externals.settle(op) {
+            if let Some(computed) = computed {
+                self.compute.add_counts(&computed);
+            }
+            self.complete(op);
+        }
+    }
+
     /// Records that a combination has computed its first `tiles` tiles.
     fn note_made(&mut self, op: u32, tiles: u64) {
         let plan = self.plan.clone();
@@ -769,6 +810,8 @@ impl Run {
                 ExternalStep::CopyIn => true,
                 // Begun by `note_finals` alone.
                 ExternalStep::CopyOut => is_final,
+                // Begun by `follow_combine` alone.
+                ExternalStep::Combine => false,
                 ExternalStep::Offload | ExternalStep::Join => self.limit(op).is_some(),
             };
             if !is_due {

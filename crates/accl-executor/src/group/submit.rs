@@ -12,9 +12,9 @@ use super::context::Context;
 use super::core::Core;
 use super::fast_calls::Stopped;
 use super::state::GroupState;
-use crate::call::{CallDesc, CallInfo, CallObserver, CallState, Mode, Stopwatch, Wake};
+use crate::call::{CallDesc, CallInfo, CallObserver, CallState, External, Mode, Stopwatch, Wake};
 use crate::exec::{Message, PRIVATE_TAGS, PROBE_AFTER, Run};
-use crate::memory::{Buffers, Coder, Compute, MessageMemory, Sample};
+use crate::memory::{Buffers, Coder, Compute, MessageMemory, Sample, tensor_coder};
 use crate::plan::Shape;
 
 /// A rank of one group that issues calls.
@@ -59,6 +59,12 @@ pub struct Started {
 }
 
 impl Caller {
+    /// Returns the worker that can compute the combinations of a checked call where its tensors lie; `None` if the host does.
+    /// With such a worker, the caller sets [`CallDesc::tensor_coder`] before it asks for the shape.
+    pub fn tensor_coder(&self, desc: &CallDesc) -> Option<Arc<dyn External>> {
+        tensor_coder(desc, self.rank, self.world)
+    }
+
     /// Prepares the memory of a checked call; a collective comes with its shape. The caller should hold no lock,
     /// because this may copy tensors.
     ///
@@ -70,7 +76,7 @@ impl Caller {
             buffers.discard_outputs();
         }
         if let Some(shape) = &shape {
-            buffers.add_scratch(shape.plan.scratch_bytes)?;
+            Self::add_memory(&mut buffers, desc, shape)?;
         }
         buffers.offload(desc);
         buffers.join(desc);
@@ -84,9 +90,18 @@ impl Caller {
     /// `Exhausted` if there is no memory for the part.
     pub fn prepare_part(&self, first: &Prepared, desc: &CallDesc, shape: Arc<Shape>) -> Result<Prepared> {
         let mut buffers = first.buffers.share();
-        buffers.add_scratch(shape.plan.scratch_bytes)?;
+        Self::add_memory(&mut buffers, desc, &shape)?;
         Self::begin_copies(&mut buffers, desc, Some(&shape))?;
         Ok(Prepared { shape: Some(shape), buffers })
+    }
+
+    /// Adds scratch memory, and memory for encoded chunks that a worker shares.
+    fn add_memory(buffers: &mut Buffers, desc: &CallDesc, shape: &Shape) -> Result<()> {
+        buffers.add_scratch(shape.plan.scratch_bytes)?;
+        match shape.plan.combines_elsewhere && shape.plan.code_bytes > 0 {
+            true => buffers.lend_codes(desc, shape.plan.code_bytes as usize),
+            false => Ok(()),
+        }
     }
 
     /// Begins the copies of tensors that only external operations can access.
@@ -122,7 +137,7 @@ impl Caller {
                 return Err(error);
             }
             let Some(shape) = shape else { return self.start_message(desc, buffers, observer, group, context, wake) };
-            if shape.plan.code_bytes > 0 {
+            if shape.plan.code_bytes > 0 && !shape.plan.combines_elsewhere {
                 buffers.add_codes(group.take_codes(shape.plan.code_bytes as usize)?);
             }
             if desc.may_take_fast_path() {

@@ -14,7 +14,8 @@ use super::overlap::{inputs_need_copy, outputs_are_entangled, outputs_share_elem
 use super::staged::{Side, StagedMemory};
 use super::storage::Storage;
 use crate::call::{
-    Blocks, CallDesc, External, ExternalCollective, ExternalHandle, ExternalWork, Meeting, MemoryKind, TensorDesc, Wake,
+    Blocks, CallDesc, External, ExternalCollective, ExternalCombination, ExternalHandle, ExternalWork, Meeting,
+    MemoryKind, TensorDesc, Wake,
 };
 use crate::plan::{ExternalStep, StagedCopies};
 
@@ -38,6 +39,8 @@ pub(crate) struct Buffers {
     staging: Vec<Arc<Storage>>,
     /// Host memory of tensors that only external operations can access.
     staged_memory: Option<Box<StagedMemory>>,
+    /// Computes the combinations of an encoded call where its tensors lie.
+    tensor_coder: Option<Arc<dyn External>>,
     offload: Option<Box<Offload>>,
     /// Where the parts of a staged call meet.
     meeting: Option<Arc<dyn Meeting>>,
@@ -64,6 +67,12 @@ impl Buffers {
     /// outputs that share memory with each other. `Exhausted` if there is no memory for staging.
     pub(crate) fn prepare(desc: &CallDesc, rank: usize) -> Result<Self> {
         let mut buffers = Self::default();
+        if desc.tensor_coder.is_some() {
+            // The worker uses the tensors where they lie, and none shares memory in a way that the schedules do not allow.
+            buffers.tensor_coder = desc.tensor_coder.clone();
+            buffers.set_addresses(desc);
+            return Ok(buffers);
+        }
         if desc.uses_tensors_as_they_are() && buffers.take_addresses(desc, rank) {
             return Ok(buffers);
         }
@@ -123,13 +132,20 @@ impl Buffers {
         if outputs_are_entangled(&desc.outputs) || !in_place && inputs_need_copy(desc, rank) {
             return false;
         }
+        self.set_addresses(desc);
+        true
+    }
+
+    /// Takes the addresses of the tensors.
+    #[inline]
+    fn set_addresses(&mut self, desc: &CallDesc) {
+        let in_place = desc.inputs.is_empty();
         let contributes = matches!(desc.collective, Collective::AllReduce | Collective::Reduce);
         let inputs = if in_place && contributes { &desc.outputs } else { &desc.inputs };
         self.inputs.clear();
         self.inputs.extend(inputs.pieces().iter().map(|tensor| tensor.ptr));
         self.outputs.clear();
         self.outputs.extend(desc.outputs.pieces().iter().map(|tensor| tensor.ptr));
-        true
     }
 
     /// Prepares a call in place: all_reduce and reduce contribute the contents of the output, and a broadcast has no
@@ -244,11 +260,19 @@ impl Buffers {
         self.staged_memory.as_deref().map(StagedMemory::ring_slot)
     }
 
+    /// Begins to let the worker compute a combination. Returns `None` if the call has no worker for combinations.
+    pub(crate) fn begin_combine(&self, combination: ExternalCombination, wake: &Wake) -> Option<ExternalHandle> {
+        let work = ExternalWork::Combine(Arc::new(combination));
+        Some(ExternalHandle::begin(self.tensor_coder.as_ref()?, work, Arc::new(self.staging.clone()), wake.clone()))
+    }
+
     /// Begins an external operation of the plan. Returns `None` if this call has no work for it.
     pub(crate) fn begin_external(&mut self, step: ExternalStep, wake: &Wake) -> Option<ExternalHandle> {
         let staged = self.staged_memory.as_deref().map(StagedMemory::keeps);
         let keeps: Arc<dyn Any + Send + Sync> = Arc::new((self.staging.clone(), staged));
         let (by, work) = match step {
+            // A combination begins with `begin_combine`.
+            ExternalStep::Combine => return None,
             ExternalStep::Join => (self.joins.take()?, ExternalWork::Parts),
             ExternalStep::Offload => {
                 let Offload { by, collective } = *self.offload.take()?;
@@ -309,6 +333,7 @@ impl Buffers {
             outputs: self.outputs.clone(),
             staging: self.staging.clone(),
             staged_memory: self.staged_memory.as_deref().map(|memory| Box::new(memory.share())),
+            tensor_coder: self.tensor_coder.clone(),
             meeting: self.meeting.clone(),
             ..Self::default()
         }
@@ -345,6 +370,20 @@ impl Buffers {
     /// Takes ownership of the memory that was borrowed.
     pub(crate) fn own_scratch(&mut self, scratch: Storage) {
         self.scratch = Some(scratch);
+    }
+
+    /// Borrows the memory for encoded chunks from the staging of a call whose combinations a worker computes. The worker shares
+    /// it, and may outlive the call.
+    ///
+    /// # Errors
+    /// `Exhausted` if no memory is lent, since the worker can use no other.
+    pub(crate) fn lend_codes(&mut self, desc: &CallDesc, len_bytes: usize) -> Result<()> {
+        let lent = desc.staging.as_ref().map_or(Ok(None), |staging| staging.lend(len_bytes))?;
+        let none = || Error::exhausted(format!("no memory is lent for {len_bytes} encoded bytes"));
+        let mut storage = Storage::lent(lent.ok_or_else(none)?);
+        self.codes_base = Some(storage.ptr());
+        self.staging.push(Arc::new(storage));
+        Ok(())
     }
 
     /// Adds the memory for encoded chunks.

@@ -13,7 +13,7 @@ use accl_types::{Dtype, Moment, Rank, ReduceOp};
 use super::buffers::Buffers;
 use super::error_probe::{ErrorProbe, Sample};
 use super::tile::TileHead;
-use crate::call::{CallDesc, Codecs, Encoding, Probe, Residuals, TILE_HEADER_BYTES};
+use crate::call::{CallDesc, Codecs, Encoding, ExternalCombination, Probe, Residuals, TILE_HEADER_BYTES};
 use crate::plan::{Coded, Combination, Operand, Region};
 
 /// Settings and work memory with which one call encodes and decodes.
@@ -89,6 +89,29 @@ impl Coder {
         if let Some(probe) = &mut self.probe {
             probe.end(buffers);
         }
+    }
+
+    /// Returns whether the call is measured.
+    pub(super) fn is_probed(&self) -> bool {
+        self.probe.is_some()
+    }
+
+    /// Adds the counts of a combination that a worker has computed to the measurements.
+    pub(super) fn add_counts(&mut self, combination: &ExternalCombination) {
+        let Some(probe) = &mut self.probe else { return };
+        for (piece, non_finite) in combination.counts() {
+            if let Some(row) = probe.row(piece) {
+                row.non_finite += non_finite;
+            }
+        }
+    }
+
+    pub(super) fn codecs(&self) -> &Arc<Codecs> {
+        &self.codecs
+    }
+
+    pub(super) fn dtype(&self) -> Dtype {
+        self.dtype
     }
 
     fn head(&self, role: Role, tile: &Tile) -> TileHead {
@@ -254,12 +277,12 @@ impl Coder {
     }
 
     /// Returns the divisor of a combination's sums, if it finishes them.
-    fn finishing(&self, op: &Combination) -> Option<f32> {
+    pub(super) fn finishing(&self, op: &Combination) -> Option<f32> {
         self.divisor.filter(|_| op.finish == Finish::Yes)
     }
 
     /// Returns the address of a tile's residual: of a contribution, or of a finished sum.
-    fn residual(&self, op: &Combination, code: &Coded, index: usize) -> Option<*mut u8> {
+    pub(super) fn residual(&self, op: &Combination, code: &Coded, index: usize) -> Option<*mut u8> {
         let residuals = self.residuals.as_ref()?;
         let tile = &code.tiles[index];
         // The sample tensor has no residual.
@@ -309,6 +332,27 @@ impl Coder {
         }
     }
 
+    /// Returns the key of the random numbers with which a tile is encoded.
+    pub(super) fn rng_key(&self, tile: &Tile, pass: u32) -> RngKey {
+        let id = self.codecs.tensor(tile.piece).id;
+        let words = [self.seed, self.step, id, u64::from(tile.block), u64::from(pass), self.rank];
+        let rng_key = RngKey::keyed(&words);
+        // All ranks' contributions are added in one sum, so correlated rounding can relate their random numbers. It cannot
+        // do so for sums, because the number of earlier encodings of a sum differs between ranks.
+        match (pass, self.among) {
+            (0, Some((rank, world))) => rng_key.among(&words[..4], rank, world),
+            _ => rng_key,
+        }
+    }
+
+    /// Writes the headers of tiles that a worker has encoded in the call's memory.
+    pub(super) fn seal(&self, memory: &mut TileMemory<'_>, code: &Coded, tiles: Range<u64>) {
+        for index in tiles {
+            let head = self.head(code.role, &code.tiles[index as usize]);
+            head.seal(memory.bytes_mut(code, index as usize));
+        }
+    }
+
     /// Encodes a tile of elements at `src`. `dtype` is the tensor's dtype or float32.
     fn encode(
         &mut self,
@@ -321,14 +365,7 @@ impl Coder {
     ) {
         let tile = &code.tiles[index];
         let codec = self.codecs.codec(code.role, tile.piece);
-        let id = self.codecs.tensor(tile.piece).id;
-        let words = [self.seed, self.step, id, u64::from(tile.block), u64::from(pass), self.rank];
-        let mut rng_key = RngKey::keyed(&words);
-        // All ranks' contributions are added in one sum, so correlated rounding can relate their random numbers. It cannot
-        // do so for sums, because the number of earlier encodings of a sum differs between ranks.
-        if let (0, Some((rank, world))) = (pass, self.among) {
-            rng_key = rng_key.among(&words[..4], rank, world);
-        }
+        let rng_key = self.rng_key(tile, pass);
         let slice = Slice { src, dtype, tensor: self.dtype, count: tile.elems as usize, first: tile.first };
         let dst = memory.bytes_mut(code, index);
         // SAFETY: `src` holds the tile's elements, which stay readable until the call completes.

@@ -13,7 +13,8 @@ use smallvec::SmallVec;
 
 use super::buffers::Buffers;
 use super::coder::{Coder, InFrames, TileMemory};
-use crate::call::{CallDesc, ExternalHandle, Meeting, Stopwatch, Wake};
+use super::tile_runs;
+use crate::call::{CallDesc, ExternalCombination, ExternalHandle, Meeting, Stopwatch, Wake};
 use crate::plan::{Coded, Combination, ExternalStep, PlanOpKind, Region};
 
 /// Memory and arithmetic of one call.
@@ -73,6 +74,27 @@ impl Compute {
         let mut memory = TileMemory { buffers: &self.buffers, frames };
         let make = || tiles.clone().for_each(|tile| coder.combine(&mut memory, op, tile as usize));
         timed(self.watch.as_deref(), make);
+    }
+
+    /// Begins to let a worker compute a combination where the tensors lie. Returns `None` if the call has no such worker.
+    pub(crate) fn begin_combine(&self, op: &Combination, wake: &Wake) -> Option<ExternalHandle> {
+        let coder = self.coder.as_deref()?;
+        let combination = tile_runs::combination(coder, &self.buffers, op);
+        self.buffers.begin_combine(combination, wake)
+    }
+
+    /// Adds what a worker has counted to the measurements of the call.
+    pub(crate) fn add_counts(&mut self, combination: &ExternalCombination) {
+        if let Some(coder) = &mut self.coder {
+            coder.add_counts(combination);
+        }
+    }
+
+    /// Writes the headers of tiles that a worker has computed.
+    pub(crate) fn seal(&self, op: &Combination, tiles: Range<u64>) {
+        let Some((coder, code)) = self.coder.as_deref().zip(op.code.as_ref()) else { return };
+        let frames = InFrames { come: None, go: None };
+        coder.seal(&mut TileMemory { buffers: &self.buffers, frames }, code, tiles);
     }
 
     /// Checks tiles that have arrived. They lie in `frame`, or in the call's memory if that is `None`.

@@ -10,6 +10,7 @@ mod overlap;
 mod staged;
 mod storage;
 mod tile;
+mod tile_runs;
 
 pub(crate) use buffers::Buffers;
 pub(crate) use coder::Coder;
@@ -18,5 +19,6 @@ pub(crate) use compute::Compute;
 pub use error_probe::Sample;
 pub(crate) use message::MessageMemory;
 pub use tile::TileHead;
+pub(crate) use tile_runs::tensor_coder;
 
 pub(crate) use storage::{BufferPool, Storage};

@@ -133,6 +133,16 @@ impl Marks {
 
 /// Returns whether inputs share memory with outputs in a way that the schedules do not allow.
 pub(crate) fn inputs_need_copy(desc: &CallDesc, rank: usize) -> bool {
+    inputs_share_memory(desc, rank, TensorDesc::is_plain)
+}
+
+/// Returns whether inputs share memory with outputs in another way than the allowed one. `is_used_directly` says whether the
+/// call uses a tensor where it lies.
+pub(super) fn inputs_share_memory(
+    desc: &CallDesc,
+    rank: usize,
+    is_used_directly: impl Fn(&TensorDesc) -> bool,
+) -> bool {
     // Inputs and outputs usually do not overlap at all.
     let span = |blocks: &Blocks| {
         let bounds = blocks.pieces().iter().map(TensorDesc::bounds).filter(|(start, end)| start < end);
@@ -145,7 +155,7 @@ pub(crate) fn inputs_need_copy(desc: &CallDesc, rank: usize) -> bool {
     // The allowed way: the single block on one side is this rank's block on the other side.
     let same = |alone: &[TensorDesc], block: &[TensorDesc]| {
         alone.len() == block.len()
-            && alone.iter().zip(block).all(|(a, b)| a.ptr == b.ptr && a.is_plain() && b.is_plain())
+            && alone.iter().zip(block).all(|(a, b)| a.ptr == b.ptr && is_used_directly(a) && is_used_directly(b))
     };
     let own_block_shared = match desc.collective {
         Collective::AllGather | Collective::Gather => {

@@ -71,6 +71,8 @@ pub struct Plan {
     pub(crate) copy_out: Option<u32>,
     /// Whether the whole collective is an external operation.
     pub(crate) is_offloaded: bool,
+    /// Whether a worker computes the combinations where the tensors lie. No tile then lies in a frame, and nothing is staged.
+    pub(crate) combines_elsewhere: bool,
     /// Whether other lanes do parts of the call, for which an external operation waits.
     pub(crate) is_joined: bool,
     receives: EdgeIndex,
@@ -79,8 +81,13 @@ pub struct Plan {
 
 impl Plan {
     /// Returns this plan for tensors that only external operations can access. Two more operations copy them in and
-    /// out, and the others stream behind them.
+    /// out, and the others stream behind them. If a worker computes the combinations there, nothing is copied.
     pub(super) fn staged(mut self, key: &PlanKey, rank: Rank, least_copy: Bytes) -> Self {
+        if key.staged.are_coded() {
+            self.ops.iter_mut().for_each(|op| op.partner = None);
+            self.combines_elsewhere = true;
+            return self;
+        }
         let staging = StagedCopies::new(&self.ops, key, rank, least_copy);
         self.copy_in = (!staging.copy_in.is_empty()).then(|| self.add_external(ExternalStep::CopyIn));
         self.copy_out = (!staging.copy_out.is_empty()).then(|| self.add_external(ExternalStep::CopyOut));
@@ -219,6 +226,7 @@ impl Plan {
             copy_in: None,
             copy_out: None,
             is_offloaded: false,
+            combines_elsewhere: false,
             is_joined: false,
             name: algorithm.name,
             id: algorithm.id,

@@ -57,6 +57,8 @@ pub(crate) enum PieceMemory {
     Host,
     /// Memory that only external operations access.
     Device,
+    /// The same, of an encoded call whose combinations a worker computes there. It is not staged.
+    Coded,
     /// Host memory of a measured call's sample, which is filled when everything has been copied in.
     Sample,
 }
@@ -73,16 +75,22 @@ impl StagedPieces {
         if !desc.is_staged() {
             return Self::default();
         }
+        let device = if desc.tensor_coder.is_some() { PieceMemory::Coded } else { PieceMemory::Device };
         let has_sample = desc.has_sample();
         let kinds = |blocks: &Blocks| -> SmallVec<[PieceMemory; 4]> {
             let kind = |(index, tensor): (usize, &TensorDesc)| match tensor.memory() {
-                MemoryKind::Device { .. } => PieceMemory::Device,
+                MemoryKind::Device { .. } => device,
                 MemoryKind::Host if has_sample && blocks.ends().contains(&(index as u32 + 1)) => PieceMemory::Sample,
                 MemoryKind::Host => PieceMemory::Host,
             };
             blocks.pieces().iter().enumerate().map(kind).collect()
         };
         Self { inputs: kinds(&desc.inputs), outputs: kinds(&desc.outputs) }
+    }
+
+    /// Returns whether a worker computes the combinations of the call where the tensors lie.
+    pub(crate) fn are_coded(&self) -> bool {
+        self.inputs.iter().chain(&self.outputs).any(|&memory| memory == PieceMemory::Coded)
     }
 
     pub(crate) fn is_empty(&self) -> bool {

@@ -48,6 +48,8 @@ pub(crate) enum ExternalStep {
     CopyIn,
     /// Copies results to their destination.
     CopyOut,
+    /// Computes a combination where the tensors lie. Other operations stream behind it, tile by tile.
+    Combine,
     /// Does the whole collective.
     Offload,
     /// Waits for the parts of the call that other lanes do.
@@ -59,7 +61,7 @@ impl ExternalStep {
     pub(crate) fn failure(self, worker: &str, why: Error) -> Error {
         match self {
             ExternalStep::Offload | ExternalStep::Join => why,
-            ExternalStep::CopyIn | ExternalStep::CopyOut => {
+            ExternalStep::CopyIn | ExternalStep::CopyOut | ExternalStep::Combine => {
                 let Error { kind, message, context } = why;
                 let text =
                     format!("{self} by `{worker}` failed: {message}; check the output of `{worker}` on this rank");
@@ -72,7 +74,7 @@ impl ExternalStep {
     pub(crate) fn describe(self, worker: &str) -> String {
         match self {
             ExternalStep::Join => "the part of the call on other lanes".to_owned(),
-            ExternalStep::CopyIn | ExternalStep::CopyOut | ExternalStep::Offload => {
+            ExternalStep::CopyIn | ExternalStep::CopyOut | ExternalStep::Combine | ExternalStep::Offload => {
                 format!("the external operation {self} by `{worker}`")
             }
         }
@@ -84,6 +86,7 @@ impl std::fmt::Display for ExternalStep {
         f.write_str(match self {
             ExternalStep::CopyIn => "copy-in",
             ExternalStep::CopyOut => "copy-out",
+            ExternalStep::Combine => "combine",
             ExternalStep::Offload => "offload",
             ExternalStep::Join => "join",
         })

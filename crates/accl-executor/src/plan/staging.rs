@@ -301,7 +301,9 @@ impl Sides<'_> {
                     }
                 }
             }
-            PlanOpKind::External(ExternalStep::CopyIn | ExternalStep::CopyOut | ExternalStep::Join) => {}
+            PlanOpKind::External(
+                ExternalStep::CopyIn | ExternalStep::CopyOut | ExternalStep::Combine | ExternalStep::Join,
+            ) => {}
         }
     }
 }

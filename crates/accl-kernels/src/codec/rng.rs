@@ -90,6 +90,12 @@ impl RngKey {
     pub fn word(self) -> u64 {
         u64::from(self.own.key[1]) << 32 | u64::from(self.own.key[0])
     }
+
+    /// Returns what [`RngKey::among`] gave the key: a hash of `shared`, the rank, and the number of ranks. `None` if the
+    /// key names no other ranks.
+    pub fn among_ranks(self) -> Option<(u64, u32, u32)> {
+        self.among.map(|among| (among.shared, among.rank, among.world))
+    }
 }
 
 impl Stream {

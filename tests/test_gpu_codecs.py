@@ -1,0 +1,166 @@
+"""Encoded calls whose tensors lie on a GPU: kernels encode and decode them there, with the bits of the CPU.
+
+The stand-in's streams and memory are lent to a stand-in of a GPU's driver, whose compiler is g++. So these are the product's
+kernels, and everything between a call and them, without a GPU.
+"""
+
+import ctypes
+
+import pytest
+import torch
+import torch.distributed as dist
+from support import init_group, on_ranks, standin
+from support.training import contribution
+from torch_accl import compression
+
+ORDERS = pytest.mark.parametrize("order", standin.ORDERS)
+
+pytestmark = pytest.mark.skipif(
+    torch.__version__ < "2.15", reason="the stand-in is written for the interfaces of torch 2.15"
+)
+
+# Flags with which kernels compute other bits, as they may with a compiler that ignores options.
+WRONG = "-ffast-math"
+# The CPU encodes small blocking calls.
+NOT_EAGER = {"ACCL_EAGER_BYTES": "0"}
+
+CODECS = ("maxmin:4", "maxmin:3,bucket=64,rounding=stochastic", "bf16", "e4m3", "sign", "topk:4", "hadamard:2")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def modules():
+    """Compiles the stand-ins once."""
+    standin.build()
+    standin.build_driver()
+    standin.build_driver(WRONG)
+
+
+def start(rank, order="random", flags="", **options):
+    module = standin.register(order, seed=rank)
+    standin.lend_driver(module, flags)
+    init_group(None, **options)
+    return module
+
+
+class Counts(ctypes.Structure):
+    """What the driver has counted: see `accl_standin_counts`."""
+
+    _fields_ = [
+        (name, ctypes.c_int64)
+        for name in ("contexts", "modules", "events", "programs", "tasks", "loads", "compiles", "calls")
+    ]
+
+
+def counts(flags=""):
+    found = Counts()
+    ctypes.CDLL(str(standin.build_driver(flags))).accl_standin_count(ctypes.byref(found))
+    return found
+
+
+def quantized(device, codec, dtype, wait):
+    """Makes each call that can be compressed. Returns the results."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    total = contribution(rank).to(dtype).to(device)
+    row = contribution(rank, 1200 * world, seed=1).to(dtype).to(device)
+    part, gathered, exchanged = row.new_empty(1200), torch.empty_like(row), torch.empty_like(row)
+    named = {"compression": codec, "async_op": wait}
+    works = [compression.all_reduce_quantized(total, dist.ReduceOp.AVG, step=1, **named)]
+    works.append(compression.reduce_scatter_quantized(part, row, step=2, **named))
+    works.append(compression.all_to_all_quantized(exchanged, row, step=3, **named))
+    for work in works:
+        if work is not None:
+            work.wait()
+    compression.all_gather_quantized(gathered, part, step=4, compression=codec)
+    return [tensor.cpu() for tensor in (total, part, exchanged, gathered)]
+
+
+@ORDERS
+@on_ranks(2, 3, fresh=True, init=False, env=NOT_EAGER)
+def test_kernels_give_the_bits_of_the_cpu(rank, world, order):
+    start(rank, order)
+    for number, codec in enumerate(CODECS):
+        dtype = (torch.float32, torch.bfloat16, torch.float16)[number % 3]
+        host = quantized("cpu", codec, dtype, number % 2 == 0)
+        before = counts()
+        there = quantized("standin", codec, dtype, number % 2 == 0)
+        assert counts().calls > before.calls, f"{codec}: no kernel ran"
+        for one, other in zip(host, there, strict=True):
+            assert one.view(torch.uint8).equal(other.view(torch.uint8)), f"{codec} {dtype}"
+
+
+@on_ranks(2, fresh=True, init=False, env=NOT_EAGER)
+def test_ranks_on_the_host_and_on_a_gpu_join_one_call(rank, world):
+    start(rank)
+    device = "standin" if rank == 0 else "cpu"
+    host = quantized("cpu", "maxmin:4", torch.float32, False)
+    mixed = quantized(device, "maxmin:4", torch.float32, False)
+    assert all(one.equal(other) for one, other in zip(host, mixed, strict=True))
+
+
+@on_ranks(2, fresh=True, init=False, env=NOT_EAGER)
+def test_results_follow_the_work_of_the_current_stream(rank, world):
+    module = start(rank, "late")
+    tensor = torch.zeros(300_000, device="standin")
+    module.compute(20)
+    tensor.fill_(float(rank + 1))
+    compression.all_reduce_quantized(tensor, compression="maxmin:8")
+    tensor.mul_(2)
+    assert tensor.cpu().eq(6).all()
+
+
+@on_ranks(2, fresh=True, init=False, env=NOT_EAGER)
+def test_only_encoded_bytes_are_pinned(rank, world):
+    start(rank, "early")
+    tensor = torch.randn(1 << 20, device="standin")
+    compression.all_reduce_quantized(tensor, compression="maxmin:4")
+    backend = dist.group.WORLD._get_backend(torch.device("standin"))
+    process = backend.snapshot()["process"]
+    # Half of the tensor is sent and half received, in each of two phases; blocks are powers of two. A small block has counters.
+    assert 0 < process["pinned_bytes"] + process["idle_pinned_bytes"] < 3 << 20
+
+
+@on_ranks(2, fresh=True, init=False, env=NOT_EAGER)
+def test_kernels_are_compiled_once(rank, world):
+    start(rank)
+    tensor = torch.randn(5000, device="standin")
+    compression.all_reduce_quantized(tensor, compression="maxmin:4")
+    compiles = counts().compiles
+    assert compiles > 0
+    for _ in range(3):
+        compression.all_reduce_quantized(tensor, compression="maxmin:4")
+    assert counts().compiles == compiles
+
+
+@on_ranks(2, fresh=True, init=False, env=NOT_EAGER)
+def test_a_gpu_without_a_compiler_leaves_the_codecs_to_the_cpu(rank, world):
+    module = start(rank)
+    library = ctypes.CDLL(str(standin.build_driver()))
+    library.accl_standin_fail(b"nvrtcCompileProgram", 0, 6)
+    host = quantized("cpu", "maxmin:4", torch.float32, False)
+    there = quantized("standin", "maxmin:4", torch.float32, False)
+    assert all(one.equal(other) for one, other in zip(host, there, strict=True))
+    assert module.counts()["pageable"] == 0
+
+
+@on_ranks(2, fresh=True, init=False, env=NOT_EAGER)
+def test_a_kernel_that_the_driver_refuses_fails_the_call_on_all_ranks(rank, world):
+    start(rank)
+    tensor = torch.randn(5000, device="standin")
+    compression.all_reduce_quantized(tensor, compression="maxmin:4")
+    if rank == 0:
+        ctypes.CDLL(str(standin.build_driver())).accl_standin_fail(b"cuLaunchKernel", 0, 719)
+    with pytest.raises(dist.DistBackendError, match="cuLaunchKernel failed"):
+        compression.all_reduce_quantized(tensor, compression="maxmin:4")
+
+
+@on_ranks(2, fresh=True, init=False, env=NOT_EAGER)
+def test_kernels_that_give_other_bytes_than_the_cpu_are_not_used(rank, world):
+    start(rank, flags=WRONG)
+    host = quantized("cpu", "maxmin:4", torch.float32, False)
+    there = quantized("standin", "maxmin:4", torch.float32, False)
+    assert counts(WRONG).loads > 0, "no kernel was tried"
+    assert all(one.equal(other) for one, other in zip(host, there, strict=True))
+    before = counts(WRONG).calls
+    again = quantized("standin", "maxmin:4", torch.float32, False)
+    assert counts(WRONG).calls == before, "a kernel ran"
+    assert all(one.equal(other) for one, other in zip(host, again, strict=True))
