@@ -163,7 +163,7 @@ def test_an_unknown_part_is_refused_by_name(capsys):
     with pytest.raises(SystemExit):
         run._arguments(["--part", "order,speed"])
     assert (
-        "unknown part speed; expected order, bench, end, jobs, suite, stream, codecs, peer" in capsys.readouterr().err
+        "unknown part speed; expected order, codecs, bench, end, jobs, suite, stream, peer" in capsys.readouterr().err
     )
 
 

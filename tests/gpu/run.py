@@ -32,13 +32,12 @@ from gpu.part import PARTS
 from gpu.report import summary
 
 # Seconds that each part gets in a run of all parts: 7 minutes together.
-SECONDS = {"order": 100, "bench": 105, "end": 35, "jobs": 60, "suite": 90, "stream": 30}
+SECONDS = {"order": 100, "codecs": 50, "bench": 105, "end": 35, "jobs": 50, "suite": 50, "stream": 30}
 # Seconds that a part gets by itself.
 ALONE = 500
 # Seconds that a part may take to end after its limit. Then it is killed.
 GRACE = 30
 RESERVED = {
-    "codecs": "reserved for codecs as kernels of the card, which a later stage adds",
     "peer": "reserved for the route between ranks of one host through the card's memory, which a later stage adds",
 }
 # The oldest torch that users can have. Older ones are for the tests of this folder alone.
