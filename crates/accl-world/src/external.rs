@@ -17,7 +17,7 @@ use accl_types::{Dtype, Result};
 use super::clock::{Agenda, Event};
 use super::scenario::Breaks;
 use accl_engine::sync::Mutex;
-use accl_executor::call::{Codecs, External, ExternalCopy, ExternalTask, Staging};
+use accl_executor::call::{Codecs, External, ExternalCopy, ExternalTask, LentMemory, Staging};
 
 /// Maximum nanoseconds until a task goes on.
 const MOST: u64 = 300_000;
@@ -105,6 +105,11 @@ impl Device {
 }
 
 impl Staging for Device {
+    /// Lends memory that holds no zeros, so that bytes which nothing has written are seen.
+    fn lend(&self, len_bytes: usize) -> Result<Option<LentMemory>> {
+        Ok(self.is_coder.then(|| LentMemory::pageable(vec![0xcc; len_bytes].into())))
+    }
+
     fn copy_in(&self, _: &[ExternalCopy], _: usize, _: &Arc<dyn Any + Send + Sync>) -> Result<Arc<dyn External>> {
         Ok(Arc::new(self.another()))
     }
