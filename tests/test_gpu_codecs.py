@@ -147,6 +147,8 @@ def test_a_kernel_that_the_driver_refuses_fails_the_call_on_all_ranks(rank, worl
     start(rank)
     tensor = torch.randn(5000, device="standin")
     compression.all_reduce_quantized(tensor, compression="maxmin:4")
+    # Otherwise the failure could end the first call of a slower rank.
+    dist.barrier()
     if rank == 0:
         ctypes.CDLL(str(standin.build_driver())).accl_standin_fail(b"cuLaunchKernel", 0, 719)
     with pytest.raises(dist.DistBackendError, match="cuLaunchKernel failed"):
