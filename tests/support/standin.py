@@ -60,9 +60,9 @@ def build_driver(flags: str = "") -> Path:
     `flags` are further flags of the compiler of kernels.
     """
     model = ROOT / "crates" / "accl-gpu" / "tests" / "host" / "model.hpp"
-    facts = (
-        b"".join(path.read_bytes() for path in (DRIVER / "standin.cpp", DRIVER / "standin.h", model)) + flags.encode()
-    )
+    facts = b"".join(path.read_bytes() for path in (DRIVER / "standin.cpp", DRIVER / "standin.h", model))
+    # The library has the path of the model, so a copy of this repository has a library of its own.
+    facts += f"{flags} {model}".encode()
     folder = ROOT / "target" / "standin"
     path = folder / f"driver_{hashlib.sha256(facts).hexdigest()[:16]}.so"
     if path.exists():
