@@ -88,7 +88,7 @@ impl Standin {
     /// Opens a copy that lacks a function.
     ///
     /// # Panics
-    /// As for [`Standin::new`], and if the library has no such function.
+    /// The panics of [`Standin::new`], and if the library has no such function.
     pub fn without(function: &str) -> Self {
         let mut bytes = std::fs::read(COMPILED).expect("the build script has compiled the library");
         // The first place is in the table of the dynamic linker's names. The name there becomes another one.

@@ -1,6 +1,6 @@
 // A driver of a GPU and its compiler, on the processor: the functions that accl-gpu calls, under the vendors' names.
 //
-// It makes forgotten orders visible. Streams do their work early, late (when a result is required) or in a random order.
+// A forgotten order becomes visible. Streams do their work early, late (when a result is required) or in a random order.
 // Device memory has no access rights outside of tasks, so the host's first touch ends the process. Calls that need a
 // current context fail without one. Any call can be made to fail. The compiler is g++: the kernels' source becomes a shared
 // object, which is the code that modules load.

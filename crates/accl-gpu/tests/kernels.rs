@@ -78,7 +78,7 @@ fn of_kind(kind: usize, index: usize, constant: f32, random: &mut Random) -> f32
     let number = random.number();
     match kind {
         0 => number,
-        // Of the size of gradients, a few of them greater.
+        // These have the size of gradients, and a few are greater.
         1 => number * number * number * 1e-3,
         2 => constant,
         3 => [0.0, -0.0][random.below(2)],
@@ -614,7 +614,7 @@ fn sums_of_unencoded_elements() {
                 }
                 let what = format!("{kernel:?} of {tensor}, span {at}");
                 assert_same(&what, used[at].0.content(), &values);
-                // What is copied keeps its payload.
+                // A copied NaN keeps its payload.
                 let compare = if kernel == Kernel::Read { assert_same } else { assert_same_numbers };
                 compare(&what, used[at].1.content(), &to_bytes(&sums));
             }

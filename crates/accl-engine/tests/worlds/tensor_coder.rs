@@ -418,7 +418,7 @@ fn calls_that_the_device_cannot_compute_are_copied() {
         assert!(run(&member, call, COUNT, &feedback, Some(&device)).unwrap() == of_host);
         assert_eq!((device.begun.load(Ordering::Relaxed), device.copies.load(Ordering::Relaxed)), (0, 2));
 
-        // It is measured.
+        // This one is measured.
         let (measured, _) = probed(vec![all("maxmin:4")], 64);
         let device = Device::new(Manner::Eager, 1);
         run(&member, call, COUNT, &measured, Some(&device)).unwrap();

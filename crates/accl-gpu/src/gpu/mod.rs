@@ -79,7 +79,7 @@ impl Gpu {
     /// context is released, when the last clone, module and event is dropped.
     ///
     /// # Errors
-    /// As for [`Gpu::open`].
+    /// The errors of [`Gpu::open`].
     pub fn open_apart(vendor: Vendor, ordinal: u32, libraries: Libraries) -> Result<Self> {
         let open = || {
             let driver = Driver::open(vendor, &libraries.driver)?;
@@ -146,7 +146,7 @@ impl Gpu {
     /// Enqueues a copy to host memory. The host may continue before the copy is made if the memory is pinned.
     ///
     /// # Errors
-    /// As for [`Gpu::copy_to_device`].
+    /// The errors of [`Gpu::copy_to_device`].
     pub fn copy_to_host(&self, to: HostMemory, from: DeviceMemory, stream: Stream) -> Result<()> {
         self.0.context.copy_to_host(to, from, stream)
     }

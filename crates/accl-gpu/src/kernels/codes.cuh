@@ -47,7 +47,7 @@ template <u32 THREADS> struct Staging {
 };
 
 // Writes the codes of a warp: of each lane the first `bytes` bytes of `word`. They follow each other in memory. `to` is
-// the address for the lane's own codes, `before` are the bytes of the lanes before it, and `total` are those of all
+// the address for the lane's own codes, `before` are the bytes of the lanes before it, and `total` are the bytes of all
 // lanes. All lanes of a warp take part.
 template <u32 BITS, u32 THREADS>
 DEVICE void write_codes(Staging<THREADS> &staging, u8 *to, u64 word, u32 bytes, u32 before, u32 total)
@@ -63,7 +63,7 @@ DEVICE void write_codes(Staging<THREADS> &staging, u8 *to, u64 word, u32 bytes, 
 #pragma unroll 1
             for (u32 i = 0; i < bytes; i++) write_at<u8>(to + i, (u8)(word >> 8 * i));
         }
-        // The alignment of one lane is that of all.
+        // All lanes have the alignment of one.
         return;
     }
     u8 *room = staging.bytes[THREAD / WARP];

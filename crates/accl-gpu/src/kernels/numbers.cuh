@@ -1,6 +1,6 @@
 // Elements of tensors and metadata: float32, float16 and bfloat16, to float32 and back.
 //
-// Owns the conversions, which equal those of accl-kernels' `reduce/float16.rs`, and the access to groups of eight
+// Owns the conversions, which equal the conversions of accl-kernels' `reduce/float16.rs`, and the access to groups of eight
 // elements. Does not know tiles.
 
 // Types by their numbers in ACCL_TENSOR and ACCL_META.

@@ -1,6 +1,6 @@
 // The arguments of all kernels, and the part of them that a block of threads handles.
 //
-// Owns the layout of the arguments, which equals that of `spans.rs`, and the way from a block to its part of a tile.
+// Owns the layout of the arguments, which equals the layout in `spans.rs`, and the way from a block to its part of a tile.
 // Does not know what a tile's bytes mean.
 
 constexpr u32 CAPACITY = ACCL_CAPACITY;
@@ -35,7 +35,7 @@ struct Span {
     u32 rank;        // This rank among them.
     u32 world;       // Number of these ranks; 0 if correlated rounding is stochastic.
     u32 tile;        // Elements of a tile.
-    u32 stride;      // Bytes from a tile's code to that of the next tile, the header included.
+    u32 stride;      // Bytes from a tile's code to the code of the next tile, the header included.
     u32 first_block; // Number of the span's first block.
     u32 reserved;
 };

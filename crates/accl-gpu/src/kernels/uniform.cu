@@ -85,7 +85,7 @@ struct Placed {
 };
 
 // Bits of the values of a bucket, compared as signed and as unsigned numbers. Among floats of one sign, greater bits mean
-// a greater magnitude, and those of NaN and infinities are the greatest.
+// a greater magnitude, and the words of NaN and infinities are the greatest.
 struct Extremes {
     i32 signed_most;
     u32 unsigned_most, unsigned_least;
@@ -235,7 +235,7 @@ DEVICE void rotate_back(float (&x)[ROWS][EIGHT], Room &room, u32 lane)
 // Joins the extremes of a team. All threads of a block take part.
 DEVICE void join(Room &room, Extremes &extremes)
 {
-    // As signed numbers, with the highest bit flipped, unsigned numbers have the same order.
+    // With the highest bit flipped, unsigned numbers have the same order as signed numbers.
     constexpr u32 LANES = IS_WIDE ? WARP : TEAM;
     extremes.signed_most = team_greatest<LANES>(extremes.signed_most);
     extremes.unsigned_most = (u32)team_greatest<LANES>((i32)(extremes.unsigned_most ^ SIGN_BIT)) ^ SIGN_BIT;
