@@ -85,7 +85,7 @@ struct Placed {
 };
 
 // Bits of the values of a bucket, compared as signed and as unsigned numbers. Among floats of one sign, greater bits mean
-// a greater magnitude, and the words of NaN and infinities are the greatest.
+// a greater magnitude, and the bits of NaN and infinities are the greatest.
 struct Extremes {
     i32 signed_most;
     u32 unsigned_most, unsigned_least;
