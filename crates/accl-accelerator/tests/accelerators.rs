@@ -603,12 +603,14 @@ fn memory_of_copies_whose_end_no_event_shows_is_not_used_again() {
 
 #[test]
 fn the_end_of_the_process_ends_the_thread_and_fails_calls_behind_computing() {
-    let accelerators = accelerators();
+    let (accelerators, have_issued) = (accelerators(), std::sync::Barrier::new(2));
     let errors = World::new(options(2, Fabric::Shm)).run("g", |member: Member| {
         let device = Device::new(When::Held);
         // Leaked on purpose: a copy may still write to it, as the error says.
         let data = Box::leak(values(member.rank, 1000).into_boxed_slice());
         let call = member.group.submit(on_device(all_reduce(data, Mode::Async), &accelerators, &device)).unwrap();
+        // The first rank that closes fails its call, and with it the group.
+        have_issued.wait();
         accelerators.close();
         match call.wait(Some(PATIENCE), &mut || false) {
             Waited::Failed(error) => error,
