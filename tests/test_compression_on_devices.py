@@ -5,6 +5,7 @@ that another backend serves.
 """
 
 import copy
+import ctypes
 import gc
 import io
 import time
@@ -38,17 +39,29 @@ pytestmark = pytest.mark.skipif(
 FEEDBACK = Compression("maxmin:2,bucket=64", error_feedback=True, min_elements=64, audit=4, fusion_bytes=1 << 14)
 
 
+# Where calls on the device are encoded: on the host, from copies, or by kernels on the device.
+ROUTES = pytest.mark.parametrize("route", ["host", "kernels"])
+
+
 @pytest.fixture(autouse=True, scope="module")
 def module():
-    """Compiles the stand-in once."""
+    """Compiles the stand-ins once."""
     standin.build()
+    standin.build_driver()
 
 
-def start(rank, order="random", backend=None, **options):
+def start(rank, order="random", backend=None, route="host", **options):
     """Registers the stand-in and creates the default group. Returns the module that controls the device."""
     module = standin.register(order, seed=rank)
+    if route == "kernels":
+        standin.lend_driver(module)
     init_group(backend, **options)
     return module
+
+
+def check_route(route):
+    """Checks that kernels ran if they should."""
+    assert (standin.driver_counts().calls > 0) == (route == "kernels")
 
 
 def check_alike(program):
@@ -162,8 +175,9 @@ def compressed(device, settings=FEEDBACK, **options):
 
 @on_ranks(2, fresh=True, init=False)
 @ORDERS
-def test_a_model_trains_alike_on_both_devices(rank, world, order):
-    module = start(rank, order)
+@ROUTES
+def test_a_model_trains_alike_on_both_devices(rank, world, route, order):
+    module = start(rank, order, route=route)
 
     def program(device):
         model, state = compressed(device)
@@ -175,11 +189,13 @@ def test_a_model_trains_alike_on_both_devices(rank, world, order):
     assert any(kept.count_nonzero() for of in ("residuals", "residuals_of_sums") for kept in found[of].values())
     assert found["errors"][0][1] > 0
     check_no_faults(module, models=1)
+    check_route(route)
 
 
 @on_ranks(2, fresh=True, init=False)
-def test_ranks_with_gradients_on_different_devices_train_together(rank, world, monkeypatch):
-    start(rank)
+@ROUTES
+def test_ranks_with_gradients_on_different_devices_train_together(rank, world, route, monkeypatch):
+    start(rank, route=route)
     monkeypatch.setattr(_auto, "_times", lambda codecs, *_: {codec: 100.0 - len(codec) for codec in codecs})
 
     def program(device):
@@ -189,12 +205,37 @@ def test_ranks_with_gradients_on_different_devices_train_together(rank, world, m
         return parameters, residuals_of(state), train(model, rank, device, range(3)), chosen.explain()
 
     assert_equal(program("cpu"), program("standin" if rank else "cpu"))
+    check_route(route if rank else "host")
+
+
+@on_ranks(2, fresh=True, init=False)
+@pytest.mark.parametrize(
+    ("kernels", "moves", "device"), [("work", 0, "standin:0"), ("fail once", 1, "standin:0"), ("lack", 3, "cpu")]
+)
+def test_residuals_lie_where_gradients_are_encoded(rank, world, kernels, moves, device):
+    """Kernels need them on the device. If the host encodes, they come to it, and go back at most three times."""
+    module = start(rank, "late", route="host" if kernels == "lack" else "kernels")
+
+    def program(device):
+        model, state = compressed(device, replace(FEEDBACK, fusion_bytes=1 << 20))
+        if kernels == "fail once" and device == "standin":
+            ctypes.CDLL(str(standin.build_driver())).accl_standin_fail(b"cuModuleLoadData", 0, 209)
+        parameters = train(model, rank, device, range(6))
+        return state, {"parameters": parameters, **residuals_of(state), **figures_of(state)}
+
+    (_, on_host), (state, on_device) = program("cpu"), program("standin")
+    assert_equal(on_host, on_device)
+    kept = state._residual_store
+    assert {str(residual.device) for residual in (*kept.contributions.values(), *kept.sums.values())} == {device}
+    assert max(part.residuals.moves for plan in state._plans.values() for part in plan.parts) == moves
+    check_no_faults(module, models=1)
 
 
 @on_ranks(2, fresh=True, init=False)
 @ORDERS
-def test_modules_of_fsdp2_train_alike_on_both_devices(rank, world, order):
-    module = start(rank, order)
+@ROUTES
+def test_modules_of_fsdp2_train_alike_on_both_devices(rank, world, route, order):
+    module = start(rank, order, route=route)
 
     def program(device, shape):
         names = ("replicate", "shard")[-len(shape) :]
@@ -211,22 +252,26 @@ def test_modules_of_fsdp2_train_alike_on_both_devices(rank, world, order):
         found = check_alike(lambda device, shape=shape: program(device, shape))
         assert found["traffic"][0] > 2 * found["traffic"][1] > 0
     check_no_faults(module)
+    check_route(route)
 
 
 @on_ranks(2, fresh=True, init=False)
-def test_gradients_of_offloaded_parameters_are_reduced_on_the_device_of_their_mesh(rank, world):
-    start(rank, "late", "standin:accl")
+@ROUTES
+def test_gradients_of_offloaded_parameters_are_reduced_on_the_device_of_their_mesh(rank, world, route):
+    start(rank, "late", "standin:accl", route=route)
     mesh = init_device_mesh("standin", (world,))
     model = fully_shard(net("standin"), mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
     state = compression.CompressionState(replace(FEEDBACK, audit=0), model)
     compression.apply_fsdp2(model, state)
     step_of(model, rank, 0, "standin")
     assert next(model.parameters()).grad.device.type == "cpu" and state.traffic.ratio > 2
+    check_route(route)
 
 
 @on_ranks(2, fresh=True, init=False)
-def test_gradients_of_zeros_and_gradients_sent_uncompressed_treat_residuals_alike(rank, world):
-    start(rank)
+@ROUTES
+def test_gradients_of_zeros_and_gradients_sent_uncompressed_treat_residuals_alike(rank, world, route):
+    start(rank, route=route)
 
     def program(device):
         model, state = compressed(device)
@@ -244,11 +289,13 @@ def test_gradients_of_zeros_and_gradients_sent_uncompressed_treat_residuals_alik
 
     kept, _, left = check_alike(program)
     assert "up.weight" in kept["residuals"] and "down.weight" not in left["residuals"]
+    check_route(route)
 
 
 @on_ranks(2, fresh=True, init=False)
-def test_a_changed_loss_scale_rescales_residuals_alike(rank, world):
-    start(rank)
+@ROUTES
+def test_a_changed_loss_scale_rescales_residuals_alike(rank, world, route):
+    start(rank, route=route)
 
     class Scaler:
         scale = 1.0
@@ -264,11 +311,13 @@ def test_a_changed_loss_scale_rescales_residuals_alike(rank, world):
         return train(model, rank, device, range(2, 4)), residuals_of(state)
 
     check_alike(program)
+    check_route(route)
 
 
 @on_ranks(2, fresh=True, init=False)
-def test_codecs_change_alike_when_errors_are_too_large(rank, world, monkeypatch):
-    start(rank)
+@ROUTES
+def test_codecs_change_alike_when_errors_are_too_large(rank, world, route, monkeypatch):
+    start(rank, route=route)
     monkeypatch.setattr(_state, "CHECK_EVERY", 2)
 
     def program(device):
@@ -282,11 +331,13 @@ def test_codecs_change_alike_when_errors_are_too_large(rank, world, monkeypatch)
 
     _, decided, warned = check_alike(program)
     assert decided and len(warned) == len(decided) and set(decided.values()) == {None}
+    check_route(route)
 
 
 @on_ranks(2, fresh=True, init=False, env={"ACCL_TRANSPORTS": "tcp"})
-def test_auto_chooses_alike(rank, world, monkeypatch):
-    start(rank)
+@ROUTES
+def test_auto_chooses_alike(rank, world, route, monkeypatch):
+    start(rank, route=route)
     for device in ("cpu", "standin"):
         found = _auto._times(["raw", "bf16"], 4096, torch.float32, dist.group.WORLD, torch.device(device))
         assert set(found) == {"raw", "bf16"} and all(nanos > 0 for nanos in found.values())
@@ -299,11 +350,13 @@ def test_auto_chooses_alike(rank, world, monkeypatch):
 
     _, text, _ = check_alike(program)
     assert "maxmin:4" in text or "maxmin:8" in text
+    check_route(route)
 
 
 @on_ranks(2, fresh=True, init=False)
-def test_a_state_moves_between_devices(rank, world):
-    start(rank, "late")
+@ROUTES
+def test_a_state_moves_between_devices(rank, world, route):
+    start(rank, "late", route=route)
 
     def saved_after(device, steps):
         model, state = compressed(device)
@@ -332,17 +385,24 @@ def test_a_state_moves_between_devices(rank, world):
     assert_equal(results[0], results[1])
     assert_equal(results[0], results[2])
     assert results[0][2] == 6
+    check_route(route)
 
 
 @on_ranks(2, fresh=True, init=False)
 @ORDERS
-def test_a_state_may_be_released_while_its_calls_are_in_flight(rank, world, order):
-    module = start(rank, order)
+@ROUTES
+def test_a_state_may_be_released_while_its_calls_are_in_flight(rank, world, route, order):
+    module = start(rank, order, route=route)
+    # Memory for sums and figures of kernels stays for the life of the process.
+    release_in_flight(rank)
+    dist.barrier()
+    standin.wait_until_idle(module)
     with standin.nothing_is_lost(module):
         for _ in range(3):
             release_in_flight(rank)
             dist.barrier()
     check_no_faults(module)
+    check_route(route)
 
 
 def release_in_flight(rank):
@@ -363,8 +423,9 @@ def release_in_flight(rank):
 
 
 @on_ranks(2, fresh=True, init=False)
-def test_a_copy_of_a_model_on_a_device_has_its_own_residuals(rank, world):
-    start(rank, "late")
+@ROUTES
+def test_a_copy_of_a_model_on_a_device_has_its_own_residuals(rank, world, route):
+    start(rank, "late", route=route)
 
     def program(device):
         model, state = compressed(device)
@@ -375,6 +436,7 @@ def test_a_copy_of_a_model_on_a_device_has_its_own_residuals(rank, world):
         return train(copied, rank, device, range(2, 4)), residuals_of(second), residuals_of(state)
 
     check_alike(program)
+    check_route(route)
 
 
 # --- explicit calls, and all calls of a group ---
@@ -424,8 +486,9 @@ def wait(work):
 
 @on_ranks(2, fresh=True, init=False)
 @ORDERS
-def test_explicit_calls_are_measured_alike(rank, world, order):
-    start(rank, order)
+@ROUTES
+def test_explicit_calls_are_measured_alike(rank, world, route, order):
+    start(rank, order, route=route)
 
     def program(device):
         group = dist.new_group()
@@ -442,6 +505,7 @@ def test_explicit_calls_are_measured_alike(rank, world, order):
 
     calls, *_, compared = check_alike(program)
     assert calls == 6 and compared > 0
+    check_route(route)
 
 
 @on_ranks(2, fresh=True, init=False)
@@ -533,9 +597,10 @@ def test_the_figures_of_a_call_are_there_when_a_wait_for_it_returns(rank, world,
 
 @on_ranks(2, 3, fresh=True, init=False)
 @ORDERS
-def test_the_sample_of_a_measured_reduce_scatter_does_not_shift_its_tensors(rank, world, order):
+@ROUTES
+def test_the_sample_of_a_measured_reduce_scatter_does_not_shift_its_tensors(rank, world, route, order):
     """The sample counted among the tensors, so that each block copied tensors of the next one, and the last panicked."""
-    start(rank, order)
+    start(rank, order, route=route)
 
     def program(device):
         codecs = codecs_of(tuple(("maxmin:4,bucket=64",) * 3 + (number,) for number in range(3)))
@@ -548,6 +613,7 @@ def test_the_sample_of_a_measured_reduce_scatter_does_not_shift_its_tensors(rank
         return [tensor.cpu() for tensor in outputs]
 
     check_alike(program)
+    check_route(route)
 
 
 # --- streams and futures ---
@@ -668,9 +734,10 @@ def test_a_group_in_which_accl_serves_only_the_device_compresses_there(rank, wor
 
 
 @on_ranks(2, fresh=True, init=False, env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
-def test_calls_and_hooks_work_with_detailed_debugging_on_devices(rank, world):
+@ROUTES
+def test_calls_and_hooks_work_with_detailed_debugging_on_devices(rank, world, route):
     dist.set_debug_level_from_env()
-    start(rank)
+    start(rank, route=route)
     assert hasattr(dist.group.WORLD._get_backend(torch.device("standin")), "wrapped_pg")
 
     def program(device):
@@ -681,6 +748,7 @@ def test_calls_and_hooks_work_with_detailed_debugging_on_devices(rank, world):
         return tensor.cpu(), train(model, rank, device, range(2))
 
     check_alike(program)
+    check_route(route)
 
 
 @on_ranks(2, fresh=True, init=False)
@@ -704,8 +772,9 @@ def test_tensors_on_a_device_that_another_backend_serves_are_refused(rank, world
 
 @on_ranks(2, fresh=True, init=False, env={"CGX_COMPRESSION_QUANTIZATION_BITS": "4"})
 @ORDERS
-def test_scripts_of_torch_cgx_train_alike_on_both_devices(rank, world, order):
-    module = start(rank, order, "cgx")
+@ROUTES
+def test_scripts_of_torch_cgx_train_alike_on_both_devices(rank, world, route, order):
+    module = start(rank, order, "cgx", route=route)
     assert dist.get_backend() == "cgx"
 
     def program(device):
@@ -734,6 +803,7 @@ def test_scripts_of_torch_cgx_train_alike_on_both_devices(rank, world, order):
     plain, *_, exact_sum = check_alike(program)
     assert not plain.equal(exact_sum) and same_on_all(plain)
     check_no_faults(module, models=2)
+    check_route(route)
 
 
 @on_ranks(2, fresh=True, init=False)

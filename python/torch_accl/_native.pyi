@@ -3,6 +3,7 @@
 A `TypedDict` class lists the keys of a row. The module does not contain it: the name is for annotations only.
 """
 
+from collections.abc import Callable
 from datetime import timedelta
 from os import PathLike
 from typing import Any, TypedDict
@@ -331,9 +332,10 @@ class ErrorStats:
 class Encoding:
     """Encoding of calls: codecs, seed, step, residuals and statistics.
 
-    `residuals` are two lists of addresses of float32 arrays in host memory, one value per tensor element; 0 means no array. The
-    engine reads and writes the arrays until a call completes or, on an accelerator, until a wait for it returns. The first list is for contributions: each tensor of each block, block
-    by block. The second is for sums: one array per tensor. With `stats` the call is measured, and about one element in
+    `residuals` are two lists of addresses of float32 arrays, one value per tensor element; 0 means no array. The engine reads and
+    writes the arrays until a call completes or, if it copies the tensors of an accelerator, until a wait for it returns. The first list is for contributions: each tensor of each block, block
+    by block. The second is for sums: one array per tensor. The arrays lie in host memory or, with `to_host`, on the device of the
+    call's tensors. If the host has to encode, `to_host` moves them to host memory and returns their new addresses. With `stats` the call is measured, and about one element in
     `one_in` is compared with the exact sum (0: none).
     """
 
@@ -345,6 +347,7 @@ class Encoding:
         residuals: tuple[list[int], list[int]] | None = None,
         stats: ErrorStats | None = None,
         one_in: int = 0,
+        to_host: Callable[[], tuple[list[int], list[int]]] | None = None,
     ) -> None: ...
     @staticmethod
     def none() -> Encoding:

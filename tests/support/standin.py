@@ -5,6 +5,7 @@ that in ranks of their own (`on_ranks(..., fresh=True)`).
 """
 
 import contextlib
+import ctypes
 import gc
 import hashlib
 import importlib.util
@@ -85,6 +86,22 @@ def lend_driver(module: Any, flags: str = "") -> None:
     _native._lend_gpu_driver(build_driver(flags))
 
 
+class DriverCounts(ctypes.Structure):
+    """What the stand-in of a GPU's driver has counted: see `accl_standin_counts`."""
+
+    _fields_ = [
+        (name, ctypes.c_int64)
+        for name in ("contexts", "modules", "events", "programs", "tasks", "loads", "compiles", "calls")
+    ]
+
+
+def driver_counts(flags: str = "") -> DriverCounts:
+    """Returns the counts of the driver that was built with these flags."""
+    found = DriverCounts()
+    ctypes.CDLL(str(build_driver(flags))).accl_standin_count(ctypes.byref(found))
+    return found
+
+
 def register(order: str = "early", seed: int = 1) -> Any:
     """Registers the device type in this process. Returns the module that controls the device."""
     spec = importlib.util.spec_from_file_location("_standin", build())
@@ -153,6 +170,14 @@ def nothing_is_lost(module: Any, *, but: tuple[str, ...] = ()) -> Iterator[None]
     while (after := kept()) != before and time.monotonic() < until:
         time.sleep(0.001)
     assert after == before
+
+
+def wait_until_idle(module: Any) -> None:
+    """Waits until the device has no events of earlier calls. Other threads let them go."""
+    until = time.monotonic() + 10
+    while (counts := _kept(module))["events"]:
+        assert time.monotonic() < until, counts
+        time.sleep(0.001)
 
 
 def _kept(module: Any) -> dict[str, int]:

@@ -59,9 +59,10 @@ def train(rank, model, steps=4):
 
 def residuals_of(state):
     """Copies of the error-feedback residuals that a compression state holds: of contributions and of sums, by name."""
+    residuals, residuals_of_sums = state._residual_store.copies()
     return {
-        "residuals": {name: residual.clone() for name, residual in state._residuals.items()},
-        "residuals_of_sums": {name: residual.clone() for name, residual in state._residuals_of_sums.items()},
+        "residuals": residuals,
+        "residuals_of_sums": residuals_of_sums,
     }
 
 

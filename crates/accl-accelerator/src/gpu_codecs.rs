@@ -7,8 +7,8 @@ use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::sync::Arc;
 
-use accl_engine::Codecs;
 use accl_engine::codec::{Codec, Summary};
+use accl_engine::{Codecs, CoderNeeds};
 use accl_gpu::kernels::{Kernel, KernelSet};
 use accl_gpu::{Gpu, Module, Vendor};
 use accl_types::{Dtype, Error, Result};
@@ -57,11 +57,22 @@ pub(crate) fn warn(error: &Error) {
 #[derive(Debug)]
 pub(crate) struct GpuCodecs {
     gpu: Gpu,
-    /// Kernels by [`KernelSet::word`].
-    sets: Mutex<HashMap<u64, SetState>>,
+    sets: Mutex<HashMap<ModuleKey, SetState>>,
     /// Memory for sums, by the native handle of the stream whose kernels share it.
     rooms: Mutex<HashMap<u64, DeviceRoom>>,
 }
+
+/// Purpose of the kernels of a module.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Purpose {
+    /// All but error feedback.
+    Calls,
+    /// Error feedback. Its kernels are a module of their own, because few calls need them, and each takes long to compile.
+    Feedback,
+}
+
+/// A word of [`KernelSet::word`], and the purpose of the kernels.
+type ModuleKey = (u64, Purpose);
 
 /// State of the kernels of a set.
 #[derive(Clone, Debug)]
@@ -85,30 +96,34 @@ impl GpuCodecs {
         &self,
         codecs: &Codecs,
         dtype: Dtype,
-        mut check: impl FnMut(&CallKernels, &Arc<dyn Codec>) -> Result<bool>,
+        needs: CoderNeeds,
+        mut check: impl FnMut(&CallKernels, &Arc<dyn Codec>, Purpose) -> Result<bool>,
     ) -> Option<CallKernels> {
         let sums = KernelSet::of_sums(dtype)?;
         let mut kernels = CallKernels { dtype, sums, modules: HashMap::new() };
-        let of_sums = self.module(&sums, |_| Ok(true))?;
-        kernels.modules.insert(sums.word(), of_sums);
-        for codec in codecs.all() {
+        let of_sums = self.module(&sums, Purpose::Calls, |_| Ok(true))?;
+        kernels.modules.insert((sums.word(), Purpose::Calls), of_sums);
+        let purposes = [Purpose::Calls].into_iter().chain(needs.residuals.then_some(Purpose::Feedback));
+        for (codec, purpose) in codecs.all().flat_map(|codec| purposes.clone().map(move |purpose| (codec, purpose))) {
             let set = KernelSet::of_codec(codec.summary(), dtype)?;
-            if kernels.modules.contains_key(&set.word()) {
+            let key = (set.word(), purpose);
+            if kernels.modules.contains_key(&key) {
                 continue;
             }
-            let module = self.module(&set, |module| {
-                let modules = kernels.modules.iter().map(|(&word, module)| (word, module.clone()));
-                let modules = modules.chain([(set.word(), module.clone())]).collect();
-                check(&CallKernels { dtype, sums, modules }, codec)
+            let module = self.module(&set, purpose, |module| {
+                let modules = kernels.modules.iter().map(|(&key, module)| (key, module.clone()));
+                let modules = modules.chain([(key, module.clone())]).collect();
+                check(&CallKernels { dtype, sums, modules }, codec, purpose)
             })?;
-            kernels.modules.insert(set.word(), module);
+            kernels.modules.insert(key, module);
         }
         Some(kernels)
     }
 
     /// Returns the module of a set, which is loaded and checked if it is new.
-    fn module(&self, set: &KernelSet, check: impl FnOnce(&Module) -> Result<bool>) -> Option<Module> {
-        let failures = match self.sets.lock().get(&set.word()) {
+    fn module(&self, set: &KernelSet, purpose: Purpose, check: impl FnOnce(&Module) -> Result<bool>) -> Option<Module> {
+        let key = (set.word(), purpose);
+        let failures = match self.sets.lock().get(&key) {
             Some(SetState::Right(module)) => return Some(module.clone()),
             Some(SetState::Wrong) => return None,
             Some(SetState::Failed(failures)) if *failures >= MOST_FAILURES => return None,
@@ -116,7 +131,7 @@ impl GpuCodecs {
             None => 0,
         };
         // Without the lock, because this takes long. Two threads may do it at the same time, with the same result.
-        let state = match self.load(set).and_then(|module| Ok((check(&module)?, module))) {
+        let state = match self.load(set, purpose).and_then(|module| Ok((check(&module)?, module))) {
             Ok((true, module)) => SetState::Right(module),
             Ok((false, _)) => SetState::Wrong,
             Err(error) => {
@@ -125,12 +140,12 @@ impl GpuCodecs {
             }
         };
         let module = if let SetState::Right(module) = &state { Some(module.clone()) } else { None };
-        self.sets.lock().insert(set.word(), state);
+        self.sets.lock().insert(key, state);
         module
     }
 
-    fn load(&self, set: &KernelSet) -> Result<Module> {
-        let kernels = used(set);
+    fn load(&self, set: &KernelSet, purpose: Purpose) -> Result<Module> {
+        let kernels = used(set, purpose);
         let mut names: Vec<&str> = kernels.iter().map(|&kernel| set.entry(kernel)).collect();
         names.sort_unstable();
         names.dedup();
@@ -151,10 +166,14 @@ impl GpuCodecs {
     }
 }
 
-/// Returns the kernels of a set that calls use. Calls with error feedback are encoded by the CPU.
-fn used(set: &KernelSet) -> Vec<Kernel> {
-    let is_used = |kernel: &Kernel| !matches!(kernel, Kernel::Feedback | Kernel::FeedbackSums | Kernel::CombineSums);
+/// Returns the kernels of a set that calls use.
+fn used(set: &KernelSet, purpose: Purpose) -> Vec<Kernel> {
+    let is_used = |kernel: &Kernel| *kernel != Kernel::CombineSums && purpose_of(*kernel) == purpose;
     set.kernels().iter().copied().filter(is_used).collect()
+}
+
+fn purpose_of(kernel: Kernel) -> Purpose {
+    if kernel.has_feedback() { Purpose::Feedback } else { Purpose::Calls }
 }
 
 /// The kernels of one call.
@@ -162,17 +181,17 @@ fn used(set: &KernelSet) -> Vec<Kernel> {
 pub(crate) struct CallKernels {
     dtype: Dtype,
     sums: KernelSet,
-    modules: HashMap<u64, Module>,
+    modules: HashMap<ModuleKey, Module>,
 }
 
 impl CallKernels {
-    /// Returns the set and the module of a codec's kernels; `None` asks for the kernels of unencoded sums.
+    /// Returns the set and the module that have a kernel of a codec; `None` asks for the kernels of unencoded sums.
     ///
     /// # Errors
-    /// `Internal` if the call was prepared without them.
-    pub(crate) fn find(&self, codec: Option<Summary>) -> Result<(KernelSet, &Module)> {
+    /// `Internal` if the call was prepared without it.
+    pub(crate) fn find(&self, codec: Option<Summary>, kernel: Kernel) -> Result<(KernelSet, &Module)> {
         let set = codec.map_or(Some(self.sums), |codec| KernelSet::of_codec(codec, self.dtype));
-        let found = set.and_then(|set| Some((set, self.modules.get(&set.word())?)));
-        found.ok_or_else(|| Error::internal(format!("no kernels were loaded for {codec:?}")))
+        let found = set.and_then(|set| Some((set, self.modules.get(&(set.word(), purpose_of(kernel)))?)));
+        found.ok_or_else(|| Error::internal(format!("{kernel:?} of {codec:?} was not loaded")))
     }
 }

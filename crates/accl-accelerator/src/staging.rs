@@ -9,13 +9,13 @@ use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use accl_engine::{Codecs, Enqueued, External, ExternalCopy, ExternalTask, LentMemory, Staging};
+use accl_engine::{Codecs, CoderNeeds, Enqueued, External, ExternalCopy, ExternalTask, LentMemory, Staging};
 use accl_types::{Dtype, Result};
 use parking_lot::Mutex;
 
-use crate::check::check;
+use crate::check::Checker;
 use crate::copies::{Copier, CopiesOut, Issued, SharedStreams};
-use crate::counters::Counters;
+use crate::figures::Figures;
 use crate::gpu_codecs::{AllGpuCodecs, CallKernels, GpuCodecs, warn};
 use crate::pinned::{PinnedCounts, PinnedMemory};
 use crate::streams::{CallStreams, Pinning};
@@ -31,7 +31,7 @@ pub struct Accelerators {
     most_pinned: usize,
     has_warned: AtomicBool,
     gpu_codecs: AllGpuCodecs,
-    counters: Arc<Counters>,
+    figures: Arc<Figures>,
 }
 
 impl Accelerators {
@@ -41,8 +41,8 @@ impl Accelerators {
     pub fn new(pinning: Arc<dyn Pinning>, most_idle: usize, most_pinned: usize) -> Arc<Self> {
         let pinned = PinnedMemory::new(pinning, most_idle);
         let follower = Follower::new(pinned.clone());
-        let ((has_warned, gpu_codecs), counters) = (Default::default(), Counters::new(pinned.clone()));
-        Arc::new(Self { pinned, follower, most_pinned, has_warned, gpu_codecs, counters })
+        let ((has_warned, gpu_codecs), figures) = (Default::default(), Figures::new(pinned.clone()));
+        Arc::new(Self { pinned, follower, most_pinned, has_warned, gpu_codecs, figures })
     }
 
     /// Returns what stages the tensors of one call, which are copied on `streams`. With `releases_early`, threads that wait
@@ -151,17 +151,21 @@ impl Staging for CallStaging {
         Arc::new(self.worker(copier, Issued::default()))
     }
 
-    fn coder(&self, codecs: &Codecs, dtype: Dtype, has_residuals: bool) -> Option<Arc<dyn External>> {
-        let device = self.streams.lock().gpu().filter(|_| !has_residuals)?;
-        let gpu = self.accelerators.gpu_codecs.of(&device)?;
+    fn coder(&self, codecs: &Codecs, dtype: Dtype, needs: CoderNeeds) -> Option<Arc<dyn External>> {
+        let Accelerators { gpu_codecs, figures, pinned, follower, .. } = &*self.accelerators;
+        let device = self.streams.lock().gpu()?;
+        let gpu = gpu_codecs.of(&device)?;
         let target = self.target(&gpu).inspect_err(warn).ok()?;
-        let pinned = self.accelerators.pinned_memory();
-        let check =
-            |kernels: &CallKernels, codec: &_| check(&mut **self.streams.lock(), pinned, target, kernels, codec, dtype);
-        let kernels = Arc::new(gpu.kernels(codecs, dtype, check)?);
-        let (name, follower, may_launch) = (self.device.clone(), self.accelerators.follower.clone(), Arc::default());
-        let (streams, counters) = (Some(self.streams.clone()), self.accelerators.counters.clone());
-        Some(Arc::new(TileWorker { name, follower, streams, target, kernels, counters, may_launch }))
+        let check = |kernels: &CallKernels, codec: &_, purpose| {
+            Checker { streams: &mut **self.streams.lock(), pinned, target, kernels, codec, dtype }.check(purpose)
+        };
+        let kernels = Arc::new(gpu.kernels(codecs, dtype, needs, check)?);
+        if needs.figures && !figures.reserve() {
+            return None;
+        }
+        let (name, streams) = (self.device.clone(), Some(self.streams.clone()));
+        let (follower, figures, may_launch) = (follower.clone(), figures.clone(), Arc::default());
+        Some(Arc::new(TileWorker { name, follower, streams, target, kernels, figures, may_launch }))
     }
 
     fn enqueued(&self) -> Option<Arc<dyn Enqueued>> {
@@ -220,7 +224,7 @@ struct TileWorker {
     streams: Option<SharedStreams>,
     target: LaunchTarget,
     kernels: Arc<CallKernels>,
-    counters: Arc<Counters>,
+    figures: Arc<Figures>,
     may_launch: Arc<AtomicBool>,
 }
 
@@ -244,8 +248,8 @@ impl External for TileWorker {
 
     fn begin(&self, task: ExternalTask) {
         let Some(streams) = self.streams.clone() else { return };
-        let (kernels, counters, may_launch) = (self.kernels.clone(), self.counters.clone(), self.may_launch.clone());
-        let launcher = TileLauncher::new(streams, kernels, self.target, counters, may_launch);
+        let (kernels, figures, may_launch) = (self.kernels.clone(), self.figures.clone(), self.may_launch.clone());
+        let launcher = TileLauncher::new(streams, kernels, self.target, figures, may_launch);
         self.follower.follow(Job { task: Some(task), issuer: Issuer::Tiles(launcher), issued: Issued::default() });
     }
 

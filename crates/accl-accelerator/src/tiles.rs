@@ -10,13 +10,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use accl_engine::codec::Summary;
-use accl_engine::{ExternalCombination, TILE_HEADER_BYTES, TileCode, TileOperand, TileRun};
+use accl_engine::{ExternalCombination, SampleCopy, TILE_HEADER_BYTES, TileCode, TileOperand, TileResidual, TileRun};
 use accl_gpu::kernels::{CAPACITY, Kernel, KernelSet, Options, Span};
 use accl_gpu::{Argument, Grid, Stream};
 use accl_types::{Dtype, Result};
 
 use crate::copies::{Issued, SharedStreams};
-use crate::counters::{Counter, Counters};
+use crate::figures::{Figures, MOST_TILES, SQUARES_BYTES, Slot};
 use crate::gpu_codecs::CallKernels;
 use crate::streams::Direction;
 
@@ -38,20 +38,22 @@ pub(crate) struct TileLauncher {
     streams: SharedStreams,
     kernels: Arc<CallKernels>,
     target: LaunchTarget,
-    counters: Arc<Counters>,
+    figures: Arc<Figures>,
     /// Whether the call's stream has come to the call. Shared by all combinations of the call.
     may_launch: Arc<AtomicBool>,
-    counted: VecDeque<Counted>,
+    measured: VecDeque<Measured>,
+    /// Number of sampled results whose copies are enqueued.
+    sampled: usize,
 }
 
-/// Counters that a launch in flight increases.
+/// Figures that a launch in flight writes.
 #[derive(Debug)]
-struct Counted {
-    /// Number of tiles after whose report the counters are final.
+struct Measured {
+    /// Number of tiles after whose report the figures are final.
     ready: usize,
-    counter: Counter,
-    /// Run of the launch.
-    run: usize,
+    slot: Slot,
+    /// Runs of the launch, with the number of tiles of each whose squares are measured.
+    runs: Vec<(usize, usize)>,
 }
 
 impl TileLauncher {
@@ -59,23 +61,35 @@ impl TileLauncher {
         streams: SharedStreams,
         kernels: Arc<CallKernels>,
         target: LaunchTarget,
-        counters: Arc<Counters>,
+        figures: Arc<Figures>,
         may_launch: Arc<AtomicBool>,
     ) -> Self {
-        Self { streams, kernels, target, counters, may_launch, counted: VecDeque::new() }
+        Self { streams, kernels, target, figures, may_launch, measured: VecDeque::new(), sampled: 0 }
     }
 
-    /// Adds counters of the launches that made the first `made` tiles of a combination to its counts.
+    /// Adds figures of the launches that made the first `made` tiles of a combination to its figures.
     pub(crate) fn collect(&mut self, combination: &ExternalCombination, made: usize) {
-        let done = self.counted.iter().take_while(|counted| counted.ready <= made).count();
-        for Counted { counter, run, .. } in self.counted.drain(..done) {
-            combination.count(run, self.counters.take_back(counter));
+        let done = self.measured.iter().take_while(|measured| measured.ready <= made).count();
+        for Measured { slot, runs, .. } in self.measured.drain(..done) {
+            let tiles = runs.iter().map(|(_, tiles)| tiles).sum();
+            let (counts, squares) = self.figures.take_back(slot, tiles);
+            // The runs of a launch belong to one tensor.
+            runs.first().into_iter().for_each(|&(run, _)| combination.count(run, counts));
+            let mut squares = squares.into_iter();
+            runs.iter().for_each(|&(run, tiles)| combination.add_squares(run, squares.by_ref().take(tiles)));
+        }
+    }
+
+    /// Ends the work for a combination. `may_run` says whether kernels may still be in flight.
+    pub(crate) fn end(self, may_run: bool) {
+        for Measured { slot, .. } in self.measured {
+            if may_run { self.figures.lose(slot) } else { drop(self.figures.take_back(slot, 0)) }
         }
     }
 
     /// Enqueues kernels for the tiles up to number `ready`, and records an event behind each launch. Until the call's stream has
     /// come to the call it enqueues none, and [`Issued::awaits_stream`] is set: a kernel that waits in the side stream would hold up
-    /// other calls.
+    /// other calls. It is also set while no memory for figures is free.
     ///
     /// # Errors
     /// The error of the device. Kernels may be in flight nevertheless.
@@ -90,12 +104,25 @@ impl TileLauncher {
         }
         for batch in batches(combination, issued.count as u32..ready as u32) {
             let end = batch.end as usize;
-            // Without a free counter, buckets of this launch are not counted.
-            let counter = if combination.is_counted() { self.counters.take() } else { None };
-            let address = counter.as_ref().map_or(0, |counter| self.counters.address(counter));
-            self.counted.extend(counter.map(|counter| Counted { ready: end, counter, run: batch.first_run }));
+            let mut outputs = FigureOutputs::default();
+            if combination.is_measured() {
+                let Some(slot) = self.figures.take()? else {
+                    issued.awaits_stream = true;
+                    break;
+                };
+                outputs = FigureOutputs { counters: slot.counters(), squares: slot.squares() };
+                self.measured.push_back(Measured { ready: end, slot, runs: batch.measured_runs() });
+            }
             issued.has_unknown = true;
-            launch(&self.kernels, self.target, combination.dtype, &batch, address)?;
+            if let Some(sample) = &combination.sample {
+                sample.make_once(|copies| copy(&self.kernels, self.target, copies))?;
+            }
+            launch(&self.kernels, self.target, combination.dtype, &batch, outputs)?;
+            let sampled = &combination.sampled[self.sampled..];
+            let sampled = &sampled[..sampled.partition_point(|sampled| sampled.tile < batch.end)];
+            let copies: Vec<SampleCopy> = sampled.iter().map(|sampled| sampled.copy).collect();
+            copy(&self.kernels, self.target, &copies)?;
+            self.sampled += copies.len();
             issued.events.push_back((end, streams.record(Direction::Out)?));
             (issued.count, issued.has_unknown) = (end, false);
         }
@@ -103,8 +130,16 @@ impl TileLauncher {
     }
 }
 
-/// Enqueues the kernels that compute a batch. `counters` is the address of two 64-bit numbers, which count buckets that become
-/// NaN; 0 counts nothing.
+/// Addresses of figures that a launch writes.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct FigureOutputs {
+    /// Two 64-bit numbers, which count buckets that become NaN; 0 counts nothing.
+    pub(crate) counters: u64,
+    /// Two 64-bit floats for each tile with a residual that is measured.
+    pub(crate) squares: u64,
+}
+
+/// Enqueues the kernels that compute a batch.
 ///
 /// # Errors
 /// `Device` if the device does not take one. Earlier ones may be in flight.
@@ -113,9 +148,45 @@ pub(crate) fn launch(
     target: LaunchTarget,
     dtype: Dtype,
     batch: &Batch<'_>,
-    counters: u64,
+    figures: FigureOutputs,
 ) -> Result<()> {
-    Launches { target, kernels, dtype, batch, counters }.compute()
+    Launches { target, kernels, dtype, batch, figures }.compute()
+}
+
+/// Enqueues copies of values.
+///
+/// # Errors
+/// `Device` if the device does not take one. Earlier ones may be in flight.
+fn copy(kernels: &CallKernels, target: LaunchTarget, copies: &[SampleCopy]) -> Result<()> {
+    for copies in copies.chunks(CAPACITY) {
+        let span = |copy: &SampleCopy| Span {
+            values: copy.from.addr() as u64,
+            sums: copy.to.addr() as u64,
+            elements: copy.elems,
+            ..Span::default()
+        };
+        let spans: Vec<Span> = copies.iter().map(span).collect();
+        enqueue(kernels, target, None, Kernel::Copy, &spans, &Options::default())?;
+    }
+    Ok(())
+}
+
+/// Enqueues a kernel of a codec, or of unencoded sums.
+fn enqueue(
+    kernels: &CallKernels,
+    target: LaunchTarget,
+    codec: Option<Summary>,
+    kernel: Kernel,
+    spans: &[Span],
+    options: &Options,
+) -> Result<()> {
+    let (set, module) = kernels.find(codec, kernel)?;
+    let launch = set.launch(kernel, spans, options);
+    let grid = Grid::line(launch.blocks, launch.threads);
+    // SAFETY: the stream belongs to the call's device and lives as long as the process, as do the module, the memory for sums
+    // and the memory for figures. The other addresses belong to a task's tiles that are ready, or to samples of its call, and the
+    // task is not given back before an event behind the kernel has come. Every kernel has one parameter of this type.
+    unsafe { module.launch(set.entry(kernel), grid, &[Argument::of(&launch.args)], Stream::new(target.stream)) }
 }
 
 /// Tiles that the same kernels compute, at most as many as one launch takes.
@@ -128,6 +199,19 @@ pub(crate) struct Batch<'a> {
     end: u32,
     /// Number of elements.
     elems: u64,
+    /// Number of tiles.
+    tiles: u64,
+}
+
+impl Batch<'_> {
+    /// Returns the runs of the batch, with the number of tiles of each whose squares are measured.
+    fn measured_runs(&self) -> Vec<(usize, usize)> {
+        let is_measured = |part: &RunPart<'_>| part.run.residual.is_some_and(|residual| residual.is_measured);
+        let of_part = |(index, part): (usize, &RunPart<'_>)| {
+            (self.first_run + index, if is_measured(part) { part.tiles as usize } else { 0 })
+        };
+        self.parts.iter().enumerate().map(of_part).collect()
+    }
 }
 
 /// Some tiles of a run.
@@ -136,10 +220,13 @@ struct RunPart<'a> {
     run: &'a TileRun,
     /// Index of the first tile in the run.
     tile: u64,
-    /// Number of elements.
+    /// Number of elements, and of tiles.
     elems: u64,
+    tiles: u64,
     /// Index of the first sum in the memory for sums.
     first_sum: u64,
+    /// Index of the first tile in the launch.
+    first_tile: u64,
 }
 
 /// Divides tiles of a combination into batches.
@@ -151,21 +238,23 @@ pub(crate) fn batches(combination: &ExternalCombination, tiles: Range<u32>) -> V
         let (mut tile, mut left) = (u64::from(here.start - run.tiles.start), here.len() as u64);
         while left > 0 {
             // A tile is smaller than the memory for sums.
-            let count = left.min(most / run.tile_elems);
+            let count = left.min(most / run.tile_elems).min(MOST_TILES as u64);
             let elems = (count * run.tile_elems).min(run.elems - tile * run.tile_elems);
             let fits = |batch: &&mut Batch<'_>| {
                 let is_alike = batch.parts.first().is_some_and(|first| {
                     // A launch counts for one tensor.
-                    is_alike(first.run, run) && (first.run.piece == run.piece || !combination.is_counted())
+                    is_alike(first.run, run) && (first.run.piece == run.piece || !combination.is_measured())
                 });
-                batch.parts.len() < CAPACITY && batch.elems + elems <= most && is_alike
+                let fits = batch.elems + elems <= most && batch.tiles + count <= MOST_TILES as u64;
+                batch.parts.len() < CAPACITY && fits && is_alike
             };
             if batches.last_mut().filter(fits).is_none() {
                 batches.push(Batch { first_run: number, ..Batch::default() });
             }
             if let Some(batch) = batches.last_mut() {
-                batch.parts.push(RunPart { run, tile, elems, first_sum: batch.elems });
-                batch.elems += elems;
+                let (first_sum, first_tile) = (batch.elems, batch.tiles);
+                batch.parts.push(RunPart { run, tile, elems, tiles: count, first_sum, first_tile });
+                (batch.elems, batch.tiles) = (batch.elems + elems, batch.tiles + count);
                 batch.end = run.tiles.start + (tile + count) as u32;
             }
             (tile, left) = (tile + count, left - count);
@@ -191,6 +280,12 @@ fn is_alike(a: &TileRun, b: &TileRun) -> bool {
         && codes
         && a.values.is_some() == b.values.is_some()
         && a.divisor == b.divisor
+        && feedback(a) == feedback(b)
+}
+
+/// Returns what kernels with error feedback do for a run.
+fn feedback(run: &TileRun) -> Option<(bool, bool)> {
+    run.residual.map(|TileResidual { skips_zeros, is_measured, .. }| (skips_zeros, is_measured))
 }
 
 /// Memory that a kernel uses.
@@ -204,13 +299,18 @@ enum At {
     Code,
     /// Values to make.
     Values,
+    /// The residual.
+    Residual,
+    /// Figures of the launch.
+    Squares,
     /// None: the kernel does not use the field.
     Unused,
 }
 
 impl RunPart<'_> {
     /// Returns the address of the part's first element, or of its first tile behind the header. 0 if there is none.
-    fn address(&self, at: At, dtype: Dtype, sums: u64) -> u64 {
+    fn address(&self, at: At, dtype: Dtype, target: LaunchTarget, figures: FigureOutputs) -> u64 {
+        let float = size_of::<f32>() as u64;
         let start = self.tile * self.run.tile_elems;
         let values = |base: *const u8| base.addr() as u64 + start * dtype.size_bytes() as u64;
         let code = |code: &TileCode| code.address.addr() as u64 + self.tile * code.stride + TILE_HEADER_BYTES as u64;
@@ -219,7 +319,9 @@ impl RunPart<'_> {
                 TileOperand::Values(base) => values(*base),
                 TileOperand::Code(of) => code(of),
             },
-            At::Sums => sums + self.first_sum * size_of::<f32>() as u64,
+            At::Sums => target.sums + self.first_sum * float,
+            At::Residual => self.run.residual.map_or(0, |of| of.address.addr() as u64 + start * float),
+            At::Squares => figures.squares + self.first_tile * SQUARES_BYTES as u64,
             At::Code => self.run.code.as_ref().map_or(0, code),
             At::Values => self.run.values.map_or(0, |base| values(base)),
             At::Unused => 0,
@@ -233,7 +335,7 @@ impl RunPart<'_> {
                 TileOperand::Values(_) => None,
             },
             At::Code => self.run.code.as_ref(),
-            At::Sums | At::Values | At::Unused => None,
+            At::Sums | At::Values | At::Residual | At::Squares | At::Unused => None,
         }
     }
 }
@@ -244,12 +346,12 @@ struct Launches<'a> {
     kernels: &'a CallKernels,
     dtype: Dtype,
     batch: &'a Batch<'a>,
-    counters: u64,
+    figures: FigureOutputs,
 }
 
 /// Returns where the values and the encoded elements lie, if a run adds just these two and encodes with the same codec.
 fn pair(run: &TileRun, dtype: Dtype) -> Option<(At, At)> {
-    let code = run.code.as_ref()?;
+    let code = run.code.as_ref().filter(|_| run.residual.is_none())?;
     KernelSet::of_codec(code.codec.summary(), dtype).filter(|set| set.kernels().contains(&Kernel::Combine))?;
     let is_same = |other: &TileCode| other.codec.summary() == code.codec.summary();
     match &run.operands[..] {
@@ -265,7 +367,7 @@ impl Launches<'_> {
         let Some(RunPart { run, .. }) = self.batch.parts.first() else { return Ok(()) };
         let results = if run.values.is_some() { At::Values } else { At::Unused };
         match (&run.operands[..], run.code.is_some()) {
-            ([TileOperand::Values(_)], true) => self.launch(Kernel::Encode, At::Code, At::Operand(0), At::Unused)?,
+            ([TileOperand::Values(_)], true) => self.encode(Kernel::Encode, At::Operand(0))?,
             ([TileOperand::Values(_)], false) => return self.launch(Kernel::Copy, At::Unused, At::Operand(0), results),
             ([TileOperand::Code(_)], false) => {
                 return self.launch(Kernel::Decode, At::Operand(0), results, At::Unused);
@@ -275,7 +377,7 @@ impl Launches<'_> {
             }
             (_, true) => {
                 self.sum(run)?;
-                self.launch(Kernel::EncodeSums, At::Code, At::Sums, At::Unused)?;
+                self.encode(Kernel::EncodeSums, At::Sums)?;
             }
             (_, false) => {
                 self.sum(run)?;
@@ -286,6 +388,24 @@ impl Launches<'_> {
             Some(_) => self.launch(Kernel::Decode, At::Code, At::Values, At::Unused),
             None => Ok(()),
         }
+    }
+
+    /// Encodes values or sums, with the residual if there is one.
+    fn encode(&self, kernel: Kernel, values: At) -> Result<()> {
+        let Some(residual) = self.batch.parts.first().and_then(|part| part.run.residual) else {
+            return self.launch(kernel, At::Code, values, At::Unused);
+        };
+        let has_sums = kernel == Kernel::EncodeSums;
+        let (feedback, squares) = match has_sums {
+            true => (Kernel::FeedbackSums, Kernel::SquaresOfSums),
+            false => (Kernel::Feedback, Kernel::Squares),
+        };
+        self.launch(feedback, At::Code, values, At::Residual)?;
+        // Results may be written over the values afterwards.
+        if residual.is_measured && self.figures.squares != 0 {
+            self.launch(squares, At::Squares, values, At::Residual)?;
+        }
+        Ok(())
     }
 
     /// Adds the operands up, and finishes the sums.
@@ -315,27 +435,24 @@ impl Launches<'_> {
     fn launch_adding(&self, kernel: Kernel, code: At, values: At, sums: At, other: At) -> Result<()> {
         let Some(first) = self.batch.parts.first() else { return Ok(()) };
         let codec: Option<Summary> = first.code(code).map(|code| code.codec.summary());
-        let (set, module) = self.kernels.find(codec)?;
-        let span = |part: &RunPart<'_>| Span {
-            values: part.address(values, self.dtype, self.target.sums),
-            code: part.address(code, self.dtype, self.target.sums),
-            sums: part.address(sums, self.dtype, self.target.sums),
-            other: part.address(other, self.dtype, self.target.sums),
-            elements: part.elems,
-            first: part.run.first + part.tile * part.run.tile_elems,
-            key: part.run.rng_key.into(),
-            tile: part.run.tile_elems as u32,
-            stride: part.code(code).map_or(0, |code| code.stride as u32),
+        let stride = |code: &TileCode| code.stride as u32;
+        let span = |part: &RunPart<'_>| {
+            let address = |at| part.address(at, self.dtype, self.target, self.figures);
+            Span {
+                values: address(values),
+                code: address(code),
+                sums: address(sums),
+                other: address(other),
+                elements: part.elems,
+                first: part.run.first + part.tile * part.run.tile_elems,
+                key: part.run.rng_key.into(),
+                tile: part.run.tile_elems as u32,
+                stride: part.code(code).map_or(SQUARES_BYTES as u32, stride),
+            }
         };
         let spans: Vec<Span> = self.batch.parts.iter().map(span).collect();
-        let options = Options { counters: self.counters, divisor: first.run.divisor, ..Options::default() };
-        let launch = set.launch(kernel, &spans, &options);
-        let grid = Grid::line(launch.blocks, launch.threads);
-        // SAFETY: the stream belongs to the call's device and lives as long as the process, as do the module, the memory for sums
-        // and the counters. The other addresses belong to a task's tiles that are ready, and the task is not given back before
-        // an event behind the kernel has come. Every kernel has one parameter of this type.
-        unsafe {
-            module.launch(set.entry(kernel), grid, &[Argument::of(&launch.args)], Stream::new(self.target.stream))
-        }
+        let keeps_zeros = first.run.residual.is_some_and(|residual| residual.skips_zeros);
+        let options = Options { counters: self.figures.counters, divisor: first.run.divisor, keeps_zeros };
+        enqueue(self.kernels, self.target, codec, kernel, &spans, &options)
     }
 }

@@ -247,7 +247,9 @@ impl Job {
         }
         *has_moved = true;
         let Self { task, issuer, issued: Issued { failure, has_unknown, .. } } = self;
-        drop(issuer);
+        if let Issuer::Tiles(launcher) = issuer {
+            launcher.end(has_unknown);
+        }
         let task = task?;
         match failure {
             // No event shows when these copies have been made.

@@ -30,11 +30,12 @@ mod wanted;
 
 pub use accl_executor::call::{Blocks, CallDesc, MemoryKind, Mode, TensorDesc, Waited};
 pub use accl_executor::call::{
-    Codecs, Encoded, Encoding, Measured, Probe, Residuals, Statistics, TILE_ELEMS, TILE_HEADER_BYTES, TensorCodecs,
+    Codecs, Encoded, Encoding, Measured, Probe, ResidualOwner, Residuals, Statistics, TILE_ELEMS, TILE_HEADER_BYTES,
+    TensorCodecs,
 };
 pub use accl_executor::call::{
-    Enqueued, External, ExternalCollective, ExternalCombination, ExternalCopy, ExternalTask, LentMemory, Staging,
-    TileCode, TileOperand, TileResidual, TileRun,
+    CoderNeeds, Enqueued, External, ExternalCollective, ExternalCombination, ExternalCopy, ExternalTask, LentMemory,
+    SampleCopies, SampleCopy, SampledResult, Squares, Staging, TileCode, TileOperand, TileResidual, TileRun,
 };
 pub use accl_executor::call::{PhaseTimes, Phases};
 pub use accl_executor::group::PacketSink;

@@ -623,6 +623,45 @@ fn sums_of_unencoded_elements() {
 }
 
 #[test]
+fn squares_of_tiles_are_the_cpus_figures() {
+    let mut random = Random(23);
+    for tensor in FLOATS {
+        let kernels = HostKernels::compile(KernelSet::of_sums(tensor).unwrap());
+        // Tiles of whole and of incomplete groups of sixteen, and a last tile that is shorter.
+        for (tile, count) in [(16_384, 40_000), (1000, 4001), (40, 40), (7, 20)] {
+            let floats = [values(count, 96, &mut random), values(count, 96, &mut random)];
+            let gradient = elements(tensor, &floats[0], &mut random);
+            let (values, sums) = (Memory::constant(&gradient, 4), Memory::constant(&to_bytes(&floats[1]), 4));
+            let pairs = Memory::new(&vec![0xee; count.div_ceil(tile) * 16], 8);
+            let span = Span {
+                sums: sums.address(),
+                code: pairs.address(),
+                elements: count as u64,
+                tile: tile as u32,
+                stride: 16,
+                ..Span::default()
+            };
+            let runs = [(Kernel::Squares, &values, Order::Forward), (Kernel::Squares, &values, Order::Reversed)];
+            for (kernel, values, order) in runs.into_iter().chain([(Kernel::SquaresOfSums, &sums, Order::Forward)]) {
+                let span = Span { values: values.address(), ..span };
+                kernels.run(kernel, &[span], &Options::default(), &[values, &sums, &pairs], order);
+                let gradient = if kernel == Kernel::Squares { read(tensor, &gradient) } else { floats[1].clone() };
+                let tiles = gradient.chunks(tile).zip(floats[1].chunks(tile));
+                let of_tile = |(a, b): (&[f32], &[f32])| [a, b].map(|of| Floats::default().squares(of));
+                for (index, (expected, ours)) in tiles.map(of_tile).zip(pairs.content().chunks(16)).enumerate() {
+                    let ours = [0, 8].map(|at| f64::from_le_bytes(ours[at..at + 8].try_into().unwrap()));
+                    let is_same = |(a, b): (f64, f64)| a.to_bits() == b.to_bits() || a.is_nan() && b.is_nan();
+                    assert!(
+                        expected.into_iter().zip(ours).all(is_same),
+                        "{tensor} {tile} {index}: {ours:?} {expected:?}"
+                    );
+                }
+            }
+        }
+    }
+}
+
+#[test]
 fn codecs_without_kernels_are_named() {
     for name in missing() {
         println!("no kernels: {name}");

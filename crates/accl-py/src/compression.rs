@@ -9,12 +9,15 @@ use std::sync::Arc;
 
 use accl_engine::codec::{self, CODECS, Codec, Loss, Setting};
 use accl_engine::{
-    Codecs as EngineCodecs, Encoded, Encoding, ErrorStats as EngineStats, Measured as EngineMeasured, Probe, Residuals,
-    TensorCodecs,
+    Codecs as EngineCodecs, Encoded, Encoding, ErrorStats as EngineStats, Measured as EngineMeasured, MemoryKind,
+    Probe, ResidualOwner, Residuals, TensorCodecs,
 };
 use accl_types::{Dtype, Elems, Error};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
+
+/// The memory of every device of torch: a call's tensors, and its residuals, lie on one of them.
+pub(crate) const DEVICE_MEMORY: MemoryKind = MemoryKind::Device { id: 0 };
 
 thread_local! {
     static ENCODING: RefCell<Option<Encoded>> = const { RefCell::new(None) };
@@ -34,9 +37,10 @@ struct PyEncoding {
 #[pymethods]
 impl PyEncoding {
     /// `residuals` are addresses of float32 arrays, see `accl_engine::Residuals`. If `stats` is given, the call is
-    /// measured, and one element in `one_in` is compared with the exact sum.
+    /// measured, and one element in `one_in` is compared with the exact sum. If `to_host` is given, the residuals lie on the
+    /// device of the tensors, and it moves them to host memory.
     #[new]
-    #[pyo3(signature = (codecs, seed=0, step=0, residuals=None, stats=None, one_in=0))]
+    #[pyo3(signature = (codecs, seed=0, step=0, residuals=None, stats=None, one_in=0, to_host=None))]
     fn new(
         codecs: PyRef<'_, Codecs>,
         seed: u64,
@@ -44,9 +48,13 @@ impl PyEncoding {
         residuals: Option<(Vec<usize>, Vec<usize>)>,
         stats: Option<PyRef<'_, ErrorStats>>,
         one_in: u64,
+        to_host: Option<Py<PyAny>>,
     ) -> Self {
-        let residuals =
-            residuals.map(|(contributions, sums)| Arc::new(Residuals { contributions, sums, ..Residuals::default() }));
+        let residuals = residuals.map(|(contributions, sums)| {
+            let memory = if to_host.is_some() { DEVICE_MEMORY } else { MemoryKind::Host };
+            let owner = to_host.map(|to_host| Arc::new(PythonOwner(to_host)) as Arc<dyn ResidualOwner>);
+            Arc::new(Residuals { contributions, sums, memory, owner })
+        });
         let probe = stats.map(|stats| Probe::new(stats.inner.clone(), one_in));
         Self { inner: Encoded::As(Encoding { codecs: codecs.inner.clone(), seed, step, residuals, probe }) }
     }
@@ -55,6 +63,19 @@ impl PyEncoding {
     #[staticmethod]
     fn none() -> Self {
         Self { inner: Encoded::Never }
+    }
+}
+
+/// A function of Python that moves residuals to host memory.
+#[derive(Debug)]
+struct PythonOwner(Py<PyAny>);
+
+impl ResidualOwner for PythonOwner {
+    fn to_host(&self) -> Result<Residuals, Error> {
+        let moved = Python::attach(|py| self.0.call0(py)?.extract::<(Vec<usize>, Vec<usize>)>(py));
+        let (contributions, sums) =
+            moved.map_err(|error| Error::device(format!("residuals were not moved to host memory: {error}")))?;
+        Ok(Residuals { contributions, sums, ..Residuals::default() })
     }
 }
 

@@ -577,7 +577,7 @@ fn tensor_desc(view: &TensorView) -> Result<TensorDesc> {
         };
         TensorDesc::strided(ptr, dtype, shape(view.sizes), shape(view.strides))?
     };
-    let memory = if view.dense == 0 { MemoryKind::Host } else { MemoryKind::Device { id: 0 } };
+    let memory = if view.dense == 0 { MemoryKind::Host } else { compression::DEVICE_MEMORY };
     Ok(tensor.viewed(view.conj, view.neg).in_memory(memory))
 }
 

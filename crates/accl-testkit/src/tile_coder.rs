@@ -7,7 +7,7 @@
 use std::ops::Range;
 
 use accl_engine::codec::{Floats, NonFinite, Slice};
-use accl_engine::{ExternalCombination, TILE_HEADER_BYTES, TileCode, TileOperand, TileRun};
+use accl_engine::{ExternalCombination, SampleCopy, Squares, TILE_HEADER_BYTES, TileCode, TileOperand, TileRun};
 use accl_types::Dtype;
 
 /// Computes some tiles of a combination.
@@ -16,14 +16,32 @@ use accl_types::Dtype;
 /// The addresses of the combination can be accessed by this process. The tiles are ready in a task that the caller owns and
 /// have not been reported.
 pub unsafe fn combine(combination: &ExternalCombination, tiles: Range<u32>) {
+    let size = combination.dtype.size_bytes();
+    let copy = |copy: &SampleCopy| {
+        // SAFETY: both addresses have these elements, and nothing else accesses them, by this function's contract.
+        unsafe { copy.from.copy_to_nonoverlapping(copy.to, copy.elems as usize * size) };
+    };
+    if let Some(sample) = &combination.sample {
+        let made = sample.make_once(|copies| {
+            copies.iter().for_each(copy);
+            Ok(())
+        });
+        made.expect("copies on the host do not fail");
+    }
     for (number, run) in combination.runs.iter().enumerate() {
         let range = tiles.start.max(run.tiles.start)..tiles.end.min(run.tiles.end);
         for index in range {
             let tile = Tile::of(combination.dtype, run, index - run.tiles.start);
             // SAFETY: the tile is one of those that the caller may access.
-            combination.count(number, unsafe { tile.make() });
+            let (non_finite, squares) = unsafe { tile.make() };
+            combination.count(number, non_finite);
+            if run.residual.is_some_and(|residual| residual.is_measured) {
+                combination.add_squares(number, squares);
+            }
         }
     }
+    let of_tiles = combination.sampled.iter().filter(|sampled| tiles.contains(&sampled.tile));
+    of_tiles.for_each(|sampled| copy(&sampled.copy));
 }
 
 /// One tile of a run.
@@ -45,14 +63,14 @@ impl<'a> Tile<'a> {
 
     /// # Safety
     /// The contract of [`combine`].
-    unsafe fn make(&self) -> NonFinite {
+    unsafe fn make(&self) -> (NonFinite, Option<Squares>) {
         let run = self.run;
-        let mut non_finite = NonFinite::default();
+        let mut figures = (NonFinite::default(), None);
         // SAFETY: the addresses have the tile's elements, and nothing else accesses them, by this function's contract.
         unsafe {
             match (&run.operands[..], &run.code, run.values) {
                 ([TileOperand::Values(src)], Some(code), _) if run.residual.is_none() => {
-                    non_finite = self.encode(code, self.values(*src), self.dtype);
+                    figures.0 = self.encode(code, self.values(*src), self.dtype);
                 }
                 ([TileOperand::Values(src)], None, Some(dst)) => {
                     let len = self.count * self.dtype.size_bytes();
@@ -62,7 +80,7 @@ impl<'a> Tile<'a> {
                 (_, code, values) => {
                     let mut sums = self.sum();
                     match (code, values) {
-                        (Some(code), _) => non_finite = self.encode_sums(code, &mut sums),
+                        (Some(code), _) => figures = self.encode_sums(code, &mut sums),
                         (None, Some(dst)) => {
                             Floats::default().write(self.values(dst).cast_mut(), self.dtype, &sums);
                         }
@@ -74,7 +92,7 @@ impl<'a> Tile<'a> {
                 self.decode(code, self.values(dst), self.dtype);
             }
         }
-        non_finite
+        figures
     }
 
     /// Returns the address of the tile's first value.
@@ -120,7 +138,8 @@ impl<'a> Tile<'a> {
     ///
     /// # Safety
     /// The contract of [`combine`].
-    unsafe fn encode_sums(&self, code: &TileCode, sums: &mut [f32]) -> NonFinite {
+    unsafe fn encode_sums(&self, code: &TileCode, sums: &mut [f32]) -> (NonFinite, Option<Squares>) {
+        let gradient = Floats::default().squares(sums);
         let residual = self.run.residual.filter(|of| !of.skips_zeros || sums.iter().any(|sum| *sum != 0.0));
         let residual = residual.map(|of| of.address.wrapping_add(self.start as usize * size_of::<f32>()));
         // SAFETY: the residual has a float32 for each element by this function's contract; the other slices are memory of this
@@ -130,12 +149,12 @@ impl<'a> Tile<'a> {
                 Floats::default().add(sums, residual, Dtype::F32);
             }
             let non_finite = self.encode(code, sums.as_ptr().cast(), Dtype::F32);
-            if let Some(residual) = residual {
+            let squares = residual.map(|residual| {
                 let mut decoded = vec![0.0_f32; self.count];
                 self.decode(code, decoded.as_mut_ptr().cast(), Dtype::F32);
-                Floats::default().write_loss(residual, sums, &mut decoded);
-            }
-            non_finite
+                Squares { gradient, lost: Floats::default().write_loss(residual, sums, &mut decoded) }
+            });
+            (non_finite, squares)
         }
     }
 

@@ -17,7 +17,7 @@ use accl_types::{Dtype, Result};
 use super::clock::{Agenda, Event};
 use super::scenario::Breaks;
 use accl_engine::sync::Mutex;
-use accl_executor::call::{Codecs, External, ExternalCopy, ExternalTask, LentMemory, Staging};
+use accl_executor::call::{Codecs, CoderNeeds, External, ExternalCopy, ExternalTask, LentMemory, Staging};
 
 /// Maximum nanoseconds until a task goes on.
 const MOST: u64 = 300_000;
@@ -122,7 +122,7 @@ impl Staging for Device {
         Arc::new(self.another())
     }
 
-    fn coder(&self, _: &Codecs, _: Dtype, _: bool) -> Option<Arc<dyn External>> {
+    fn coder(&self, _: &Codecs, _: Dtype, _: CoderNeeds) -> Option<Arc<dyn External>> {
         self.is_coder.then(|| Arc::new(self.another()) as Arc<dyn External>)
     }
 }

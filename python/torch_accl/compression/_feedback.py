@@ -2,7 +2,7 @@
 
 DistributedDataParallel reduces zeros for a parameter that no rank has used, and discards the result. A rank cannot know the
 gradients of other ranks. Therefore a gradient of zeros is sent without its residual, which waits for the next gradient. The
-engine does the same for sums that are zeros. `_state.py` owns where residuals are kept and under which names.
+engine does the same for sums that are zeros. `_residuals.py` owns where residuals are kept.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 
 from ._plans import Plan
-from ._scope import Addresses, Op
+from ._residuals import ResidualStore
+from ._scope import Op
 
-__all__ = ["flush_residuals", "is_zero", "of_used"]
+__all__ = ["flush_residuals", "is_zero", "zeros_among"]
 
 # Checking this many elements suffices to recognise nearly every gradient that is not all zeros.
 _FIRST = 64
@@ -29,7 +30,7 @@ def is_zero(gradient: torch.Tensor) -> bool:
     return not bool(row[..., :_FIRST].any() if row.dim() else row) and not bool(gradient.any())
 
 
-def _zeros_among(gradients: Sequence[torch.Tensor]) -> set[int]:
+def zeros_among(gradients: Sequence[torch.Tensor]) -> set[int]:
     """Returns the indices of gradients that are all zeros."""
     if not gradients or gradients[0].is_cpu:
         return {place for place, gradient in enumerate(gradients) if is_zero(gradient)}
@@ -38,23 +39,8 @@ def _zeros_among(gradients: Sequence[torch.Tensor]) -> set[int]:
     return {place for place, is_used in enumerate(are_used) if not is_used}
 
 
-def of_used(addresses: Addresses, gradients: Sequence[torch.Tensor]) -> Addresses:
-    """Returns a call's residual addresses, with 0 for contributions that are all zeros."""
-    unused = _zeros_among(gradients)
-    if not unused:
-        return addresses
-    contributions, sums = addresses
-    count = len(gradients)
-    return [0 if place % count in unused else address for place, address in enumerate(contributions)], sums
-
-
 def flush_residuals(
-    plan: Plan,
-    gradients: Sequence[torch.Tensor],
-    residuals: dict[str, torch.Tensor],
-    residuals_of_sums: dict[str, torch.Tensor],
-    op: Op,
-    ranks: int,
+    plan: Plan, gradients: Sequence[torch.Tensor], residuals: ResidualStore, op: Op, ranks: int
 ) -> None:
     """Adds residuals that the plan's encodings no longer use to this rank's contributions.
 
@@ -71,11 +57,7 @@ def flush_residuals(
         if is_raw and is_zero(gradient):
             continue
         plan.unplaced_residuals.remove(place)
-        of_sum = residuals_of_sums.pop(name, None)
-        if of_sum is not None:
-            # A contribution residual exists wherever a sum residual exists, except in a state that was edited by hand.
-            residuals.setdefault(name, torch.zeros_like(of_sum)).add_(of_sum, alpha=divisor)
+        residuals.move_sum(name, divisor)
         # The residual is absent if another plan of the same gradient has sent it.
-        if is_raw and name in residuals:
-            residual = residuals.pop(name).view(gradient.shape).to(gradient.device)
-            gradient.detach().add_(residual, alpha=1 / factor)
+        if is_raw and (residual := residuals.take_contribution(name)) is not None:
+            gradient.detach().add_(residual.view(gradient.shape).to(gradient.device), alpha=1 / factor)

@@ -1,6 +1,7 @@
 """How the tensors that a hook passes are encoded, and which of them are sent in one call.
 
-This module owns plans and how they are split into calls. `_state.py` owns the codec and the residuals of a parameter.
+This module owns plans and how they are split into calls. `_state.py` owns the codec of a parameter, and `_residuals.py`
+its residuals.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import torch
 
 from .. import _native
 from ._measures import Totals
-from ._scope import Addresses, codecs_of
+from ._residuals import ResidualsOfCall
+from ._scope import codecs_of
 from ._settings import RAW, Codec
 
 __all__ = ["Part", "Plan", "cut", "plan_of"]
@@ -26,9 +28,8 @@ class Part:
     # Range of the tensors' elements within one block.
     elements: slice
     codecs: _native.Codecs | None = None
-    # Addresses of residuals, with error feedback, and the tensors that own this host memory.
-    addresses: Addresses | None = None
-    residuals: tuple[torch.Tensor, ...] = ()
+    # With error feedback.
+    residuals: ResidualsOfCall | None = None
     stats: _native.ErrorStats | None = None
 
 

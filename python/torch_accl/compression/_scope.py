@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, NoReturn
@@ -42,7 +42,7 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 # Type of the operators that torch's calls accept. An operator with a factor (PREMUL_SUM) is a `ReduceOp`.
 Op = dist.ReduceOp | dist.ReduceOp.RedOpType
 
-# Addresses of residuals in host memory: of contributions, and of sums.
+# Addresses of residuals: of contributions, and of sums.
 Addresses = tuple[list[int], list[int]]
 
 # The codecs of one tensor (inside hosts, for parts of sums, for results), and the number that selects its random numbers.
@@ -63,12 +63,14 @@ def encoded(
     residuals: Addresses | None = None,
     stats: _native.ErrorStats | None = None,
     one_in: int = 0,
+    to_host: Callable[[], Addresses] | None = None,
 ) -> Iterator[None]:
     """Encodes calls that this thread issues inside, and measures them if `stats` is given.
 
-    The memory of `residuals` must stay valid until the futures of these calls complete.
+    The memory of `residuals` must stay valid until the futures of these calls complete. Residuals on a device need `to_host`, which
+    moves them to host memory and returns their new addresses.
     """
-    before = _native.encode_calls(_native.Encoding(codecs, seed, step, residuals, stats, one_in))
+    before = _native.encode_calls(_native.Encoding(codecs, seed, step, residuals, stats, one_in, to_host))
     try:
         yield
     finally:

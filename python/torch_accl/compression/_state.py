@@ -21,11 +21,12 @@ from .. import _native
 from ._agreement import Progress, check_progress, check_settings, reduced
 from ._auto import Choice, choose
 from ._codecs import facts, for_feedback
-from ._feedback import flush_residuals, of_used
+from ._feedback import flush_residuals, zeros_among
 from ._measures import Measures, Totals, table
 from ._of_group import OfGroup, group_of
 from ._optimizers import watch_for_adam
 from ._plans import Part, Plan, plan_of
+from ._residuals import ResidualsOfCall, ResidualStore, TensorResiduals
 from ._saved import Saved
 from ._scope import FLOATS, Op, codec_of_group, encoded, exact
 from ._settings import AUTO, RAW, Codec, Compression, tensor_id
@@ -122,11 +123,8 @@ class CompressionState(OfGroup):
         self._plans: dict[tuple[object, ...], Plan] = {}
         # Figures of replaced plans, by name.
         self._past: dict[str, _Figures] = {}
-        # Residuals in float32, of contributions and of sums. The key is the name; for shards between replicas name and `REPLICAS`.
-        # They are in host memory, wherever gradients are, because the engine's codecs read and write them there. No call does so
-        # any more once a thread has waited for it.
-        self._residuals: dict[str, torch.Tensor] = {}
-        self._residuals_of_sums: dict[str, torch.Tensor] = {}
+        # By name; for shards between replicas by name and `REPLICAS`. No call uses them any more once a thread has waited for it.
+        self._residual_store = ResidualStore()
         # FSDP2: number of calls of each module.
         self._calls: dict[str, int] = {}
         # Codecs of parameters that were changed during training, and choices of `codec="auto"`.
@@ -226,15 +224,14 @@ class CompressionState(OfGroup):
             raise ValueError(
                 f"factor is {factor!r}; expected a positive number: the new loss scale divided by the old one"
             )
-        for residuals in (self._residuals, self._residuals_of_sums):
-            for residual in residuals.values():
-                residual.mul_(factor)
+        self._residual_store.rescale(factor)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the step, the decisions, and this rank's residuals.
 
         Each rank saves its own dict, or `torch.distributed.checkpoint` saves the dicts of all ranks.
         """
+        residuals, residuals_of_sums = self._residual_store.copies()
         return Saved(
             world=self.world,
             step=self.step,
@@ -242,8 +239,8 @@ class CompressionState(OfGroup):
             decided=self._decided,
             choices=self._choices,
             scale=self._scale,
-            residuals=self._residuals,
-            residuals_of_sums=self._residuals_of_sums,
+            residuals=residuals,
+            residuals_of_sums=residuals_of_sums,
             rank=self.rank,
         ).written()
 
@@ -258,7 +255,7 @@ class CompressionState(OfGroup):
         read = Saved.read(saved, self.process_group.rank())
         self.step, self._calls = read.step, read.calls
         self._keep_figures(self._plans)
-        self._residuals, self._residuals_of_sums = {}, {}
+        self._residual_store = ResidualStore()
         self._decided, self._choices, self._scale, self._scale_read_at = read.decided, read.choices, read.scale, None
         self._checked = WeakSet()
         if read.world != self.world:
@@ -267,7 +264,7 @@ class CompressionState(OfGroup):
                 _warn_of_world(read.world, self.world)
             return
         self._loaded = replace(read, residuals={}, residuals_of_sums={})
-        self._residuals, self._residuals_of_sums = read.residuals, read.residuals_of_sums
+        self._residual_store = ResidualStore(read.residuals, read.residuals_of_sums)
 
     def _portable(self) -> dict[str, Any]:
         past = dict(self._past)
@@ -275,17 +272,19 @@ class CompressionState(OfGroup):
             _add_figures(past, plan)
         # The copy records whose residuals these are, because another rank may load it from a file.
         loaded = Saved(self.world, self.step, {}, {}, {}, None, rank=self.rank, carried_at=self.step)
+        residuals, residuals_of_sums = self._residual_store.copies()
+        parts = {name: part for name, part in super()._portable().items() if name != "_residual_store"}
         return {
-            **super()._portable(),
+            **parts,
             "traffic": replace(self.traffic),
             "scaler": None,
             "_names": [self._names[id(parameter)] for parameter in self._parameters],
             "_past": past,
             "_plans": {},
-            "_residuals": {name: residual.clone() for name, residual in self._residuals.items()},
-            "_residuals_of_sums": {name: residual.clone() for name, residual in self._residuals_of_sums.items()},
+            "_residuals": residuals,
+            "_residuals_of_sums": residuals_of_sums,
             "_checked": None,
-            "_loaded": loaded if self._residuals else None,
+            "_loaded": loaded if self._residual_store else None,
         }
 
     def _migrated(self, parts: dict[str, Any], version: int) -> dict[str, Any]:
@@ -297,6 +296,7 @@ class CompressionState(OfGroup):
     def _restore(self, parts: Mapping[str, Any]) -> None:
         CompressionState.is_any_made = True
         super()._restore(parts)
+        self._residual_store = ResidualStore(self.__dict__.pop("_residuals"), self.__dict__.pop("_residuals_of_sums"))
         # A copy has other parameter objects, so their ids are computed again.
         self._names = {id(parameter): name for parameter, name in zip(self._parameters, parts["_names"], strict=True)}
         self._checked = WeakSet()
@@ -307,10 +307,10 @@ class CompressionState(OfGroup):
         return made
 
     def _leave(self, before: int, now: int) -> None:
-        if self._residuals:
+        if self._residual_store:
             _warn_of_world(before, now)
         self._keep_figures(self._plans)
-        self._residuals, self._residuals_of_sums, self._loaded = {}, {}, None
+        self._residual_store, self._loaded = ResidualStore(), None
 
     # ---- for hooks
 
@@ -391,7 +391,7 @@ class CompressionState(OfGroup):
         gradients: Sequence[torch.Tensor] = ()
         if contributions is not None and compression.error_feedback and step >= compression.start_step:
             gradients = contributions() if plan.is_encoded or plan.unplaced_residuals else ()
-            flush_residuals(plan, gradients, self._residuals, self._residuals_of_sums, op, ranks or self.world)
+            flush_residuals(plan, gradients, self._residual_store, op, ranks or self.world)
         is_encoded = plan.is_encoded and step >= compression.start_step
         plan.calls += is_encoded
         raw, sent = sum(plan.raw_bytes), sum(plan.sent_bytes)
@@ -402,18 +402,21 @@ class CompressionState(OfGroup):
         for part in plan.parts:
             if is_encoded:
                 assert part.codecs is not None, "a plan that is encoded has codecs in all parts"
-                addresses = part.addresses and of_used(part.addresses, gradients[part.tensors])
-                with encoded(part.codecs, compression.seed, step, addresses, part.stats, one_in):
+                addresses, to_host = None, None
+                if part.residuals is not None:
+                    given = gradients[part.tensors]
+                    addresses, to_host = self._residual_store.of_call(part.residuals, given, zeros_among(given))
+                with encoded(part.codecs, compression.seed, step, addresses, part.stats, one_in, to_host):
                     work = call(part, True)
             else:
                 with exact():
                     work = call(part, False)
             if work is not None:
                 works.append(work)
-                if is_encoded and part.residuals:
+                if is_encoded and part.residuals is not None:
                     # The callback keeps the residuals alive until the future completes, even if the state is released meanwhile.
-                    # On an accelerator only copies of results are left then, and those do not use residuals.
-                    work.get_future().then(partial(_let_go, part.residuals))
+                    # If results are copied to an accelerator, only these copies are left then, and they do not use residuals.
+                    work.get_future().then(partial(_let_go, part.residuals.owners))
         return works
 
     def next_call(self, module: str) -> int:
@@ -522,7 +525,7 @@ class CompressionState(OfGroup):
         for part in plan.parts:
             part.stats = _native.ErrorStats(len(names[part.tensors]))
             if self.compression.error_feedback:
-                self._attach_residuals(part, plan, elements, blocks)
+                part.residuals = self._residuals_of(part, plan, elements, blocks)
         plan.unplaced_residuals = self._unplaced_residuals(plan, elements, blocks)
         plan.checked_totals = [Totals()] * len(names)
         return plan
@@ -534,33 +537,28 @@ class CompressionState(OfGroup):
         """
         unplaced_residuals = []
         for place, (name, codec, count) in enumerate(zip(plan.names, plan.chosen, elements, strict=True)):
-            has_place = codec is not None and blocks == 1 and facts(codec[2]).is_coarse
-            kept = [residuals for residuals in (self._residuals, self._residuals_of_sums) if name in residuals]
+            is_kept = self._residual_store.check(name, blocks, count)
             if codec is None:
-                unplaced_residuals += [place] * bool(kept)
-            elif name in self._residuals_of_sums and not has_place:
+                unplaced_residuals += [place] * is_kept
+            elif name in self._residual_store.sums and not _has_sum(codec, blocks):
                 unplaced_residuals.append(place)
-            for residuals in kept:
-                _residual(residuals, name, blocks, count)
         return unplaced_residuals
 
-    def _attach_residuals(self, part: Part, plan: Plan, elements: Sequence[int], blocks: int) -> None:
-        rows, sums, kept = [], [], []
+    def _residuals_of(self, part: Part, plan: Plan, elements: Sequence[int], blocks: int) -> ResidualsOfCall:
         own = part.tensors
-        for name, codec, count in zip(plan.names[own], plan.chosen[own], elements[own], strict=True):
-            row, of_sum = [0] * blocks, 0
-            if codec is not None:
-                residual = _residual(self._residuals, name, blocks, count)
-                kept.append(residual)
-                row = [block.data_ptr() for block in residual]
-                if blocks == 1 and facts(codec[2]).is_coarse:
-                    residual = _residual(self._residuals_of_sums, name, 1, count)
-                    kept.append(residual)
-                    of_sum = residual.data_ptr()
-            rows.append(row)
-            sums.append(of_sum)
-        part.addresses = [row[block] for block in range(blocks) for row in rows], sums
-        part.residuals = tuple(kept)
+        tensors = zip(plan.names[own], plan.chosen[own], elements[own], strict=True)
+        return ResidualsOfCall(
+            tuple(
+                TensorResiduals(name, count, _has_sum(codec, blocks)) if codec else TensorResiduals(None, count)
+                for name, codec, count in tensors
+            ),
+            blocks,
+        )
+
+
+def _has_sum(codec: Codec, blocks: int) -> bool:
+    """Whether a sum that is encoded by this codec has a residual of its own."""
+    return blocks == 1 and facts(codec[2]).is_coarse
 
 
 # Figures of a parameter: measurements, bytes of its compressed gradients before and after compression, and their elements.
@@ -581,19 +579,6 @@ def _add_figures(figures: dict[str, _Figures], plan: Plan) -> None:
 def _device_of_gradient(parameter: torch.Tensor) -> torch.device:
     """Returns the device on which a gradient is reduced: offloaded parameters of FSDP2 are on another one."""
     return torch.device(parameter.device_mesh.device_type) if isinstance(parameter, DTensor) else parameter.device
-
-
-def _residual(residuals: dict[str, torch.Tensor], name: str, blocks: int, elements: int) -> torch.Tensor:
-    """Returns the residual of a parameter, a row per block, initially zeros. The engine writes to its memory."""
-    if name not in residuals:
-        residuals[name] = torch.zeros(blocks, elements, dtype=torch.float32, device="cpu")
-    residual = residuals[name]
-    if residual.shape != (blocks, elements):
-        raise RuntimeError(
-            f"compression: the residual of {name} has {tuple(residual.shape)} elements, but its gradient has "
-            f"{(blocks, elements)} now; load a state of the same model and kind of parallelism, or create a new one"
-        )
-    return residual
 
 
 def _let_go(residuals: tuple[torch.Tensor, ...], done: object) -> None:

@@ -197,22 +197,13 @@ impl Group {
 
     /// Submits a call that the host executes, encoded by `default` if there is one.
     fn submit_on_host(&self, desc: &CallDesc, default: Option<&DefaultCodec>) -> Result<Call> {
-        let Some(codec) = default else { return self.start_sampled(desc).map_err(|error| self.in_context(error)) };
-        let started = codec.encoded(desc, codec.next_step()).and_then(|desc| self.start_sampled(&desc));
+        let Some(codec) = default else { return self.start_encoded(desc).map_err(|error| self.in_context(error)) };
+        let started = codec.encoded(desc, codec.next_step()).and_then(|desc| self.start_encoded(&desc));
         // A refused call takes no step, as it takes no sequence number: the other ranks may have issued theirs.
         if started.is_ok() {
             codec.count();
         }
         started.map_err(|error| self.in_context(error))
-    }
-
-    /// Like [`Group::start`], with the requested measurements of the call.
-    fn start_sampled(&self, desc: &CallDesc) -> Result<Call> {
-        let sampled = desc.encoding(self.caller.world).map(|encoding| Sample::with_call(desc, encoding)).transpose();
-        match sampled.map_err(|error| error.of(desc.collective))?.flatten() {
-            Some((desc, sample)) => self.start(&desc, Some(sample), None),
-            None => self.start_coded(desc),
-        }
     }
 
     /// Returns the default codec of the group; `None` if this call specifies its encoding or is not encoded by default.

@@ -12,8 +12,8 @@ use crate::calls::{both_ways, data, encoding, max_min, options, rows};
 use crate::error_probe::probed;
 use accl_engine::codec::{Codec, Rounding, parse};
 use accl_engine::{
-    Blocks, CallDesc, Codecs, Encoding, External, ExternalCopy, ExternalTask, LentMemory, MemoryKind, Residuals,
-    Staging, TensorCodecs, TensorDesc,
+    Blocks, CallDesc, Codecs, CoderNeeds, Encoding, External, ExternalCopy, ExternalTask, LentMemory, Measured,
+    MemoryKind, ResidualOwner, Residuals, Staging, TensorCodecs, TensorDesc,
 };
 use accl_testkit::tile_coder::combine;
 use accl_testkit::{Fabric, Member, Rng, World};
@@ -146,7 +146,7 @@ impl Staging for Stage {
         Arc::new(Copier(self.0.clone()))
     }
 
-    fn coder(&self, _: &Codecs, _: Dtype, _: bool) -> Option<Arc<dyn External>> {
+    fn coder(&self, _: &Codecs, _: Dtype, _: CoderNeeds) -> Option<Arc<dyn External>> {
         (self.0.manner != Manner::Refuses).then(|| Arc::new(Stage(self.0.clone())) as Arc<dyn External>)
     }
 }
@@ -336,6 +336,7 @@ fn residuals_have_the_bits_of_the_host_after_several_calls() {
                         contributions: vec![kept.as_ptr() as usize],
                         sums: vec![of_sums.as_ptr() as usize],
                         memory: if device.is_some() { DEVICE } else { MemoryKind::Host },
+                        owner: None,
                     }));
                     let call = (Collective::AllReduce, Dtype::F32, ReduceOp::Avg);
                     let mut results = Vec::new();
@@ -366,7 +367,7 @@ fn sums_of_zeros_leave_their_residual_alone() {
             let mut encoding = encoding(vec![both_ways(max_min(2, 64, Rounding::Nearest), 5)]);
             let memory = if on_device { DEVICE } else { MemoryKind::Host };
             let sums = vec![of_sums.as_ptr() as usize];
-            encoding.residuals = Some(Arc::new(Residuals { contributions: vec![0], sums, memory }));
+            encoding.residuals = Some(Arc::new(Residuals { contributions: vec![0], sums, memory, owner: None }));
             let zeros = vec![vec![0_u8; 4 * COUNT]];
             let device = on_device.then(|| Device::new(Manner::Eager, 1));
             let mut desc = CallDesc::new(Collective::AllReduce, Dtype::F32);
@@ -417,13 +418,144 @@ fn calls_that_the_device_cannot_compute_are_copied() {
         let device = Device::new(Manner::Eager, 1);
         assert!(run(&member, call, COUNT, &feedback, Some(&device)).unwrap() == of_host);
         assert_eq!((device.begun.load(Ordering::Relaxed), device.copies.load(Ordering::Relaxed)), (0, 2));
-
-        // This one is measured.
-        let (measured, _) = probed(vec![all("maxmin:4")], 64);
-        let device = Device::new(Manner::Eager, 1);
-        run(&member, call, COUNT, &measured, Some(&device)).unwrap();
-        assert_eq!((device.begun.load(Ordering::Relaxed), device.copies.load(Ordering::Relaxed)), (0, 2));
     });
+}
+
+/// The owner of residuals moves them when the host has to encode.
+#[derive(Debug)]
+struct Owner {
+    on_host: Vec<f32>,
+    moves: AtomicUsize,
+}
+
+impl ResidualOwner for Owner {
+    fn to_host(&self) -> Result<Residuals> {
+        self.moves.fetch_add(1, Ordering::Relaxed);
+        Ok(Residuals { contributions: vec![self.on_host.as_ptr() as usize], ..Residuals::default() })
+    }
+}
+
+#[test]
+fn residuals_come_to_the_host_when_it_has_to_encode() {
+    const COUNT: usize = 3000;
+    World::new(options(&[0, 0], "all_reduce", "direct_two_phase")).run("g", |member| {
+        let call = (Collective::AllReduce, Dtype::F32, ReduceOp::Sum);
+        let mut encoding = encoding(vec![all("maxmin:2")]);
+        let of_host = vec![0.0_f32; COUNT];
+        let contributions = vec![of_host.as_ptr() as usize];
+        encoding.residuals = Some(Arc::new(Residuals { contributions, ..Residuals::default() }));
+        let expected = run(&member, call, COUNT, &encoding, None).unwrap();
+        for manner in [Manner::Refuses, Manner::Poor, Manner::Eager] {
+            let (device, there) = (Device::new(manner, 1), vec![0.0_f32; COUNT]);
+            let owner = Arc::new(Owner { on_host: vec![0.0; COUNT], moves: AtomicUsize::new(0) });
+            let contributions = vec![there.as_ptr() as usize];
+            let residuals = |owner| Residuals { contributions, sums: vec![], memory: DEVICE, owner };
+            encoding.residuals = Some(Arc::new(residuals(Some(owner.clone()))));
+            assert!(run(&member, call, COUNT, &encoding, Some(&device)).unwrap() == expected, "{manner:?}");
+            let is_computed = manner == Manner::Eager;
+            assert_eq!(owner.moves.load(Ordering::Relaxed), usize::from(!is_computed), "{manner:?}");
+            assert!(if is_computed { &there } else { &owner.on_host } == &of_host, "{manner:?}: another residual");
+        }
+
+        let contributions = vec![of_host.as_ptr() as usize];
+        encoding.residuals = Some(Arc::new(Residuals { contributions, sums: vec![], memory: DEVICE, owner: None }));
+        let error = run(&member, call, COUNT, &encoding, Some(&Device::new(Manner::Refuses, 1))).unwrap_err();
+        assert!(error.message.contains("residuals lie in the memory of device 3; keep them in host"), "{error}");
+        member.barrier().unwrap();
+    });
+}
+
+/// One call's tensors, with what is measured. The last rank has an unusual value in each tensor.
+fn measured(
+    member: &Member,
+    collective: Collective,
+    worlds_seed: u32,
+    device: Option<&Arc<Device>>,
+) -> (Vec<Vec<u8>>, Vec<Measured>) {
+    let (rank, world) = (member.rank, member.group.world() as usize);
+    let counts = [40_003, 17, 9_000];
+    let codecs = ["maxmin:3,bucket=64,meta=float16", "bf16", "maxmin:4,rounding=stochastic"];
+    let codecs = codecs.iter().enumerate().map(|(id, text)| TensorCodecs { id: id as u64, ..all(text) }).collect();
+    let (mut encoding, stats) = probed(codecs, 8);
+    let blocks = if collective == Collective::AllReduce { 1 } else { world };
+    let values = |block: usize| {
+        (0..).zip(counts).map(move |(seed, count)| {
+            let mut values = data(rank * 7 + block, count, seed + u64::from(worlds_seed));
+            if rank + 1 == world {
+                values[count / 2] = [f32::NAN, 1e30, f32::INFINITY][seed as usize];
+            }
+            values.iter().flat_map(|value| value.to_le_bytes()).collect::<Vec<u8>>()
+        })
+    };
+    let tensors: Vec<Vec<Vec<u8>>> = (0..blocks).map(|block| values(block).collect()).collect();
+    let kept: Vec<Vec<f32>> = tensors.iter().flatten().map(|bytes| vec![0.0; bytes.len() / 4]).collect();
+    let of_sums: Vec<Vec<f32>> = counts.iter().map(|&count| vec![0.0; count]).collect();
+    let memory = if device.is_some() { DEVICE } else { MemoryKind::Host };
+    let addresses = |of: &[Vec<f32>]| of.iter().map(|of| of.as_ptr() as usize).collect();
+    let sums = if blocks == 1 { addresses(&of_sums) } else { vec![] };
+    encoding.residuals = Some(Arc::new(Residuals { contributions: addresses(&kept), sums, memory, owner: None }));
+    let described = |block: &Vec<Vec<u8>>| -> Vec<TensorDesc> {
+        described(block, Dtype::F32, device).iter().flatten().cloned().collect()
+    };
+    let mut results = Vec::new();
+    for step in 0..2 {
+        encoding.step = step;
+        let mut desc = CallDesc::new(collective, Dtype::F32);
+        // The block of this rank is reduced in place.
+        let own = if blocks == 1 { 0 } else { rank };
+        desc.outputs = [described(&tensors[own])].into_iter().collect();
+        if blocks > 1 {
+            desc.inputs = tensors.iter().map(described).collect();
+        }
+        (desc.encoding, desc.staging) = (encoding.clone().into(), device.and_then(Device::staging));
+        member.call(desc).unwrap();
+        results.extend(tensors[own].clone());
+    }
+    let bits = |of: &[Vec<f32>]| -> Vec<Vec<u8>> {
+        of.iter().map(|of| of.iter().flat_map(|lost| lost.to_bits().to_le_bytes()).collect()).collect()
+    };
+    results.extend(bits(&kept).into_iter().chain(bits(&of_sums)));
+    (results, stats.read())
+}
+
+/// Samples, squares of residuals, and buckets that become NaN.
+#[test]
+fn measured_calls_with_residuals_have_the_bits_and_the_figures_of_the_host() {
+    for collective in [Collective::AllReduce, Collective::ReduceScatter] {
+        let hosts: [&[u32]; 3] = [&[0, 0], &[0, 0, 0], &[0, 0, 1, 1]];
+        let worlds =
+            hosts.into_iter().flat_map(|hosts| rows(collective, hosts).into_iter().map(move |row| (hosts, row)));
+        for ((hosts, algorithm), workers) in worlds.flat_map(|world| [(world, 0), (world, 2)]) {
+            let mut options = options(hosts, collective.name(), algorithm);
+            options.config.worker_count = WorkerCount::Exactly(workers);
+            let rows = World::new(options).run("g", |member| {
+                let what = format!("{} {algorithm}, {} ranks, {workers} workers", collective.name(), hosts.len());
+                let (expected, figures) = measured(&member, collective, 3, None);
+                for all_are_there in [true, false] {
+                    let device = Device::new(if all_are_there { Manner::Slow } else { Manner::Eager }, 5);
+                    let is_there = all_are_there || member.rank % 2 == 0;
+                    let (found, ours) = measured(&member, collective, 3, is_there.then_some(&device));
+                    assert!(found == expected, "{what}: other bits");
+                    assert_eq!(device.copies.load(Ordering::Relaxed), 0, "{what}: something was copied");
+                    assert_eq!(device.begun.load(Ordering::Relaxed) > 0, is_there, "{what}: the device did not work");
+                    for (host, ours) in figures.iter().zip(&ours) {
+                        let alike = |row: &Measured| {
+                            (row.calls, row.compared, row.error, row.square, row.residual_calls, row.non_finite)
+                        };
+                        assert_eq!(alike(host), alike(ours), "{what}");
+                        // The squares of several tiles are added up in another order.
+                        let is_near = (host.residual - ours.residual).abs() <= 1e-12 * host.residual;
+                        assert!(is_near, "{what}: {host:?} {ours:?}");
+                    }
+                }
+                figures[0]
+            });
+            // In some algorithms one rank encodes all contributions, or all sums.
+            let any = |has: fn(&Measured) -> bool| rows.iter().any(has);
+            assert!(any(|row| row.compared > 5000) && any(|row| row.residual > 0.0), "{algorithm}: {rows:?}");
+            assert!(any(|row| row.non_finite.not_finite > 0), "{algorithm}: {rows:?}");
+        }
+    }
 }
 
 /// Without a comparison with exact sums, the device counts what the host would count.

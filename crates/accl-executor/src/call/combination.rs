@@ -1,15 +1,15 @@
 //! Combinations of an encoded call that a worker computes where the tensors lie.
 //!
 //! A combination adds values and decoded tiles, and makes tiles or values of the sums. This module owns its description
-//! for a worker: addresses, codecs and random numbers. `memory::coder` does the same work on host memory. `memory::tile_runs`
-//! makes the descriptions. Read [`ExternalCombination`] first.
+//! for a worker: addresses, codecs and random numbers, and what the worker measures. `memory::coder` does the same work on host
+//! memory. `memory::tile_runs` makes the descriptions. Read [`ExternalCombination`] first.
 
 use std::ops::Range;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use accl_kernels::codec::{Codec, NonFinite, RngKey};
-use accl_types::Dtype;
+use accl_types::{Dtype, Result};
 use smallvec::SmallVec;
 
 /// A combination to compute, tile by tile.
@@ -18,50 +18,154 @@ use smallvec::SmallVec;
 /// that the tensor's dtype cannot hold become infinite. The worker adds the residual, encodes, and stores the new residual.
 /// Where values are wanted as well, they are the decoded tile. Each step has the arithmetic of [`accl_kernels::codec`], so the
 /// results have the bits that the host's codecs give.
+///
+/// If the call has [`ExternalCombination::sample`], the worker makes these copies before it computes the first tile of the call.
 #[derive(Debug)]
 pub struct ExternalCombination {
     /// Element type of the tensors.
     pub dtype: Dtype,
     /// The tiles, in order.
     pub runs: Vec<TileRun>,
-    /// For each run, the buckets that were encoded as NaN; empty if nothing counts them.
-    counts: Box<[RunCounts]>,
+    /// Copies of contributions, the same in each combination of a call.
+    pub sample: Option<Arc<SampleCopies>>,
+    /// Results to copy after their tile is made and before it is reported, in the order of tiles.
+    pub sampled: Vec<SampledResult>,
+    /// For each run, the figures of its encoding; empty if the call is not measured.
+    figures: Box<[RunFigures]>,
 }
 
-/// Buckets that became NaN, by cause: see [`NonFinite`].
+/// Values of a tensor that are copied for a comparison on the host.
+#[derive(Clone, Copy, Debug)]
+pub struct SampleCopy {
+    /// Address of the first value, in the tensor's own memory.
+    pub from: *const u8,
+    /// Address of its copy, in memory that the staging of the call has lent.
+    pub to: *mut u8,
+    /// Number of elements.
+    pub elems: u64,
+}
+
+// SAFETY: the addresses belong to memory of the call, which the owner of a task alone accesses until the task ends.
+unsafe impl Send for SampleCopy {}
+
+// SAFETY: as for `Send`; a shared reference only reads the addresses.
+unsafe impl Sync for SampleCopy {}
+
+/// Copies that precede all tiles of a call.
+#[derive(Debug)]
+pub struct SampleCopies {
+    copies: Vec<SampleCopy>,
+    made: OnceLock<Result<()>>,
+}
+
+impl SampleCopies {
+    pub(crate) fn new(copies: Vec<SampleCopy>) -> Self {
+        Self { copies, made: OnceLock::new() }
+    }
+
+    /// Makes the copies with `make`, unless that was done. Waits for another thread that does it now.
+    ///
+    /// # Errors
+    /// The error of the first `make`, every time.
+    pub fn make_once(&self, make: impl FnOnce(&[SampleCopy]) -> Result<()>) -> Result<()> {
+        self.made.get_or_init(|| make(&self.copies)).clone()
+    }
+}
+
+/// Results to copy when a tile is made.
+#[derive(Clone, Copy, Debug)]
+pub struct SampledResult {
+    /// Index of the tile in the combination.
+    pub tile: u32,
+    /// Values of this tile.
+    pub copy: SampleCopy,
+}
+
+/// Figures of a run: buckets that became NaN, by cause (see [`NonFinite`]), and squares.
 #[derive(Debug, Default)]
-struct RunCounts {
+struct RunFigures {
     not_finite: AtomicUsize,
     too_large: AtomicUsize,
+    /// Bits of [`Squares::gradient`] and [`Squares::lost`].
+    squares: [AtomicU64; 2],
+}
+
+impl RunFigures {
+    fn squares(&self) -> Squares {
+        let [gradient, lost] = [0, 1].map(|index| f64::from_bits(self.squares[index].load(Ordering::Relaxed)));
+        Squares { gradient, lost }
+    }
+}
+
+/// Sums of squares of contributions that are encoded with a residual.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Squares {
+    /// Sum for the values, before the residual is added.
+    pub gradient: f64,
+    /// Sum for the new residual.
+    pub lost: f64,
+}
+
+impl Squares {
+    /// Adds the squares of a tile. Squares that are not finite are not counted.
+    pub(crate) fn add(&mut self, tile: Squares) {
+        if (tile.lost + tile.gradient).is_finite() {
+            self.gradient += tile.gradient;
+            self.lost += tile.lost;
+        }
+    }
+}
+
+/// Figures that a worker has measured for a run.
+pub(crate) struct Measurement {
+    /// Position of the tensor in its block.
+    pub(crate) piece: u32,
+    pub(crate) non_finite: NonFinite,
+    pub(crate) squares: Squares,
 }
 
 impl ExternalCombination {
-    /// Creates a combination. `is_counted` says whether [`ExternalCombination::count`] is wanted.
-    pub fn new(dtype: Dtype, runs: Vec<TileRun>, is_counted: bool) -> Self {
-        let counts = runs.iter().take(if is_counted { usize::MAX } else { 0 }).map(|_| RunCounts::default()).collect();
-        Self { dtype, runs, counts }
+    /// Creates a combination without a sample. `is_measured` says whether [`ExternalCombination::count`] is wanted, and
+    /// [`ExternalCombination::add_squares`] for runs whose residual says so.
+    pub fn new(dtype: Dtype, runs: Vec<TileRun>, is_measured: bool) -> Self {
+        let figures =
+            runs.iter().take(if is_measured { usize::MAX } else { 0 }).map(|_| RunFigures::default()).collect();
+        Self { dtype, runs, sample: None, sampled: Vec::new(), figures }
     }
 
-    /// Returns whether buckets that become NaN are counted.
-    pub fn is_counted(&self) -> bool {
-        !self.counts.is_empty()
+    /// Returns whether the call is measured.
+    pub fn is_measured(&self) -> bool {
+        !self.figures.is_empty()
     }
 
     /// Counts buckets of a run that were encoded as NaN, before their tiles are reported. Nothing happens if they are not
     /// counted.
     pub fn count(&self, run: usize, non_finite: NonFinite) {
         // Relaxed: the report of the tiles orders this before the executor reads it.
-        if let Some(counts) = self.counts.get(run) {
-            counts.not_finite.fetch_add(non_finite.not_finite, Ordering::Relaxed);
-            counts.too_large.fetch_add(non_finite.too_large, Ordering::Relaxed);
+        if let Some(figures) = self.figures.get(run) {
+            figures.not_finite.fetch_add(non_finite.not_finite, Ordering::Relaxed);
+            figures.too_large.fetch_add(non_finite.too_large, Ordering::Relaxed);
         }
     }
 
-    /// Returns the tensor of each run, by its position in its block, with its counts.
-    pub(crate) fn counts(&self) -> impl Iterator<Item = (u32, NonFinite)> + '_ {
-        self.runs.iter().zip(&self.counts).map(|(run, counts)| {
+    /// Adds the squares of tiles of a run, one entry for each tile, before the tiles are reported. Nothing happens if the call
+    /// is not measured. The owner of the task alone calls this.
+    pub fn add_squares(&self, run: usize, tiles: impl IntoIterator<Item = Squares>) {
+        let Some(figures) = self.figures.get(run) else { return };
+        let mut squares = figures.squares();
+        tiles.into_iter().for_each(|tile| squares.add(tile));
+        // Relaxed: there is one writer, and the report of the tiles orders this before the executor reads it.
+        for (bits, value) in figures.squares.iter().zip([squares.gradient, squares.lost]) {
+            bits.store(value.to_bits(), Ordering::Relaxed);
+        }
+    }
+
+    /// Returns the figures of all runs.
+    pub(crate) fn measurements(&self) -> impl Iterator<Item = Measurement> + '_ {
+        self.runs.iter().zip(&self.figures).map(|(run, figures)| {
             let of = |count: &AtomicUsize| count.load(Ordering::Relaxed);
-            (run.piece, NonFinite { not_finite: of(&counts.not_finite), too_large: of(&counts.too_large) })
+            let non_finite = NonFinite { not_finite: of(&figures.not_finite), too_large: of(&figures.too_large) };
+            Measurement { piece: run.piece, non_finite, squares: figures.squares() }
         })
     }
 
@@ -132,4 +236,6 @@ pub struct TileResidual {
     pub address: *mut u8,
     /// Whether a tile whose sums are all zeros leaves its residual alone, and is encoded without it.
     pub skips_zeros: bool,
+    /// Whether [`ExternalCombination::add_squares`] is wanted for these tiles.
+    pub is_measured: bool,
 }

@@ -9,6 +9,7 @@ use accl_schedule::Part;
 use accl_types::{Collective, Dtype, Error, Rank, ReduceOp, Result};
 
 use super::encoding::{Encoded, Encoding, is_encoded};
+use super::error_stats::Keeps;
 use super::external::External;
 use super::phases::Phases;
 use super::staging::{Meeting, Staging};
@@ -204,7 +205,15 @@ impl CallDesc {
 
     /// Returns whether each block ends with the sample of a measured call.
     pub(crate) fn has_sample(&self) -> bool {
-        matches!(&self.encoding, Encoded::As(Encoding { probe: Some(probe), .. }) if probe.rooms.is_some())
+        self.sample_memory().is_some()
+    }
+
+    /// Returns the owner of the sample's memory.
+    pub(crate) fn sample_memory(&self) -> Option<Arc<dyn Keeps>> {
+        match &self.encoding {
+            Encoded::As(Encoding { probe: Some(probe), .. }) => probe.rooms.clone(),
+            Encoded::As(_) | Encoded::Never | Encoded::GroupDefault => None,
+        }
     }
 
     /// Checks the tensors that the executor cannot access: they must lie on one device, and something must stage them.

@@ -213,6 +213,18 @@ pub struct Residuals {
     pub sums: Vec<usize>,
     /// Memory that holds all residuals.
     pub memory: MemoryKind,
+    /// Owner who can move them; `None` if they stay where they are.
+    pub owner: Option<Arc<dyn ResidualOwner>>,
+}
+
+/// Owner of residuals outside of host memory.
+pub trait ResidualOwner: Send + Sync + fmt::Debug {
+    /// Moves the residuals to host memory, because the host encodes the call, and returns where they are now. Runs in the thread
+    /// that issues the call, without a lock.
+    ///
+    /// # Errors
+    /// The reason why the call is refused.
+    fn to_host(&self) -> Result<Residuals>;
 }
 
 /// Settings with which one call is encoded.

@@ -9,6 +9,8 @@ use std::sync::Arc;
 
 use accl_kernels::codec::NonFinite;
 
+use super::combination::{SampleCopies, SampleCopy, Squares};
+
 /// Measurements of one tensor, summed over completed calls.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Measured {
@@ -62,6 +64,17 @@ pub struct Probe {
     pub gathered: Option<Arc<dyn Gather>>,
     /// Memory of the additional tensor. Every part of the call keeps it alive.
     pub(crate) rooms: Option<Arc<dyn Keeps>>,
+    /// If a worker computes the combinations: what it copies for the sample.
+    pub(crate) copies: Option<Arc<CodedSample>>,
+}
+
+/// Copies of a measured call whose combinations a worker computes.
+#[derive(Debug)]
+pub(crate) struct CodedSample {
+    /// Contributions, for the additional tensor.
+    pub(crate) contributions: Arc<SampleCopies>,
+    /// Results, in the order of their addresses.
+    pub(crate) results: Vec<SampleCopy>,
 }
 
 /// Memory that a call keeps alive as long as any of its parts runs.
@@ -70,7 +83,7 @@ pub trait Keeps: Send + Sync + fmt::Debug {}
 impl Probe {
     /// Creates a probe that adds its measurements to `stats`.
     pub fn new(stats: Arc<dyn Statistics>, one_in: u64) -> Self {
-        Self { stats, one_in, gathered: None, rooms: None }
+        Self { stats, one_in, gathered: None, rooms: None, copies: None }
     }
 }
 
@@ -79,22 +92,19 @@ impl Probe {
 pub struct Figures {
     /// Measurements of each of the caller's tensors.
     pub(crate) rows: Vec<Measured>,
-    /// For each of these tensors: sum of the squares of the residual, and of the gradient.
-    pub(crate) squares: Vec<[f64; 2]>,
+    /// Squares of each of these tensors.
+    pub(crate) squares: Vec<Squares>,
 }
 
 impl Figures {
     /// Adds the figures of another part.
     pub fn add(&mut self, other: Figures) {
         self.rows.resize(self.rows.len().max(other.rows.len()), Measured::default());
-        self.squares.resize(self.squares.len().max(other.squares.len()), [0.0; 2]);
+        self.squares.resize(self.squares.len().max(other.squares.len()), Squares::default());
         for (mine, row) in self.rows.iter_mut().zip(&other.rows) {
             mine.add(row);
         }
-        for (mine, [lost, gradient]) in self.squares.iter_mut().zip(other.squares) {
-            mine[0] += lost;
-            mine[1] += gradient;
-        }
+        self.squares.iter_mut().zip(other.squares).for_each(|(mine, squares)| mine.add(squares));
     }
 }
 

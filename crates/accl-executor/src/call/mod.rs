@@ -13,16 +13,19 @@ mod state;
 mod tensor;
 mod waits;
 
-pub use combination::{ExternalCombination, TileCode, TileOperand, TileResidual, TileRun};
+pub(crate) use combination::Measurement;
+pub use combination::{
+    ExternalCombination, SampleCopies, SampleCopy, SampledResult, Squares, TileCode, TileOperand, TileResidual, TileRun,
+};
 pub use desc::{CallDesc, Mode};
-pub use encoding::{Codecs, Encoded, Encoding, Residuals, TILE_ELEMS, TILE_HEADER_BYTES, TensorCodecs};
-pub(crate) use error_stats::Keeps;
+pub use encoding::{Codecs, Encoded, Encoding, ResidualOwner, Residuals, TILE_ELEMS, TILE_HEADER_BYTES, TensorCodecs};
 pub use error_stats::{AllFigures, Figures, Gather, Measured, Probe, Statistics};
+pub(crate) use error_stats::{CodedSample, Keeps};
 pub use external::{External, ExternalCollective, ExternalTask};
 pub use external_copy::ExternalCopy;
 pub(crate) use phases::Stopwatch;
 pub use phases::{PhaseTimes, Phases};
-pub use staging::{Enqueued, LentMemory, Meeting, Staging};
+pub use staging::{CoderNeeds, Enqueued, LentMemory, Meeting, Staging};
 pub use state::Waited;
 pub use tensor::{Blocks, MemoryKind, TensorDesc};
 

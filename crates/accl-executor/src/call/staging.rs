@@ -56,9 +56,9 @@ pub trait Staging: Send + Sync + fmt::Debug {
     /// encoded bytes alone leave the device. Each combination is a task of its own, and tasks whose tiles depend on each other
     /// follow each other. With `None`, the host's codecs work on copies in host memory.
     ///
-    /// The memory of the encoded bytes is lent by [`Staging::lend`]. `has_residuals` says whether the call has error feedback.
-    fn coder(&self, codecs: &Codecs, dtype: Dtype, has_residuals: bool) -> Option<Arc<dyn External>> {
-        let _ = (codecs, dtype, has_residuals);
+    /// The memory of the encoded bytes, and of the sample of a measured call, is lent by [`Staging::lend`].
+    fn coder(&self, codecs: &Codecs, dtype: Dtype, needs: CoderNeeds) -> Option<Arc<dyn External>> {
+        let _ = (codecs, dtype, needs);
         None
     }
 
@@ -67,6 +67,15 @@ pub trait Staging: Send + Sync + fmt::Debug {
     fn enqueued(&self) -> Option<Arc<dyn Enqueued>> {
         None
     }
+}
+
+/// Needs of an encoded call in addition to its codecs.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct CoderNeeds {
+    /// Error feedback.
+    pub residuals: bool,
+    /// Figures: see [`ExternalCombination::is_measured`](super::combination::ExternalCombination::is_measured).
+    pub figures: bool,
 }
 
 /// Flag of a staged call that has nothing left to do but copies that are enqueued on the device. Work that the device does

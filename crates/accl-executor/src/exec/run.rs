@@ -619,7 +619,7 @@ impl Run {
         let computed = self.externals.combination(op).cloned();
         if has_ended && self.externals.settle(op) {
             if let Some(computed) = computed {
-                self.compute.add_counts(&computed);
+                self.compute.add_measurements(&computed);
             }
             self.complete(op);
         }

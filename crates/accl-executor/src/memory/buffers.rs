@@ -14,7 +14,7 @@ use super::overlap::{inputs_need_copy, outputs_are_entangled, outputs_share_elem
 use super::staged::{Side, StagedMemory};
 use super::storage::Storage;
 use crate::call::{
-    Blocks, CallDesc, External, ExternalCollective, ExternalCombination, ExternalHandle, ExternalWork, Meeting,
+    Blocks, CallDesc, External, ExternalCollective, ExternalCombination, ExternalHandle, ExternalWork, Keeps, Meeting,
     MemoryKind, TensorDesc, Wake,
 };
 use crate::plan::{ExternalStep, StagedCopies};
@@ -41,6 +41,8 @@ pub(crate) struct Buffers {
     staged_memory: Option<Box<StagedMemory>>,
     /// Computes the combinations of an encoded call where its tensors lie.
     tensor_coder: Option<Arc<dyn External>>,
+    /// Memory of the sample of such a call.
+    sample: Option<Arc<dyn Keeps>>,
     offload: Option<Box<Offload>>,
     /// Where the parts of a staged call meet.
     meeting: Option<Arc<dyn Meeting>>,
@@ -70,6 +72,7 @@ impl Buffers {
         if desc.tensor_coder.is_some() {
             // The worker uses the tensors where they lie, and none shares memory in a way that the schedules do not allow.
             buffers.tensor_coder = desc.tensor_coder.clone();
+            buffers.sample = desc.sample_memory();
             buffers.set_addresses(desc);
             return Ok(buffers);
         }
@@ -263,7 +266,8 @@ impl Buffers {
     /// Begins to let the worker compute a combination. Returns `None` if the call has no worker for combinations.
     pub(crate) fn begin_combine(&self, combination: ExternalCombination, wake: &Wake) -> Option<ExternalHandle> {
         let work = ExternalWork::Combine(Arc::new(combination));
-        Some(ExternalHandle::begin(self.tensor_coder.as_ref()?, work, Arc::new(self.staging.clone()), wake.clone()))
+        let keeps = Arc::new((self.staging.clone(), self.sample.clone()));
+        Some(ExternalHandle::begin(self.tensor_coder.as_ref()?, work, keeps, wake.clone()))
     }
 
     /// Begins an external operation of the plan. Returns `None` if this call has no work for it.
@@ -334,6 +338,7 @@ impl Buffers {
             staging: self.staging.clone(),
             staged_memory: self.staged_memory.as_deref().map(|memory| Box::new(memory.share())),
             tensor_coder: self.tensor_coder.clone(),
+            sample: self.sample.clone(),
             meeting: self.meeting.clone(),
             ..Self::default()
         }

@@ -13,7 +13,9 @@ use accl_types::{Dtype, Moment, Rank, ReduceOp};
 use super::buffers::Buffers;
 use super::error_probe::{ErrorProbe, Sample};
 use super::tile::TileHead;
-use crate::call::{CallDesc, Codecs, Encoding, ExternalCombination, Probe, Residuals, TILE_HEADER_BYTES};
+use crate::call::{
+    CallDesc, Codecs, CodedSample, Encoding, ExternalCombination, Probe, Residuals, Squares, TILE_HEADER_BYTES,
+};
 use crate::plan::{Coded, Combination, Operand, Region};
 
 /// Settings and work memory with which one call encodes and decodes.
@@ -96,14 +98,16 @@ impl Coder {
         self.probe.is_some()
     }
 
-    /// Adds the counts of a combination that a worker has computed to the measurements.
-    pub(super) fn add_counts(&mut self, combination: &ExternalCombination) {
-        let Some(probe) = &mut self.probe else { return };
-        for (piece, non_finite) in combination.counts() {
-            if let Some(row) = probe.row(piece) {
-                row.non_finite += non_finite;
-            }
+    /// Adds what a worker has measured in a combination.
+    pub(super) fn add_measurements(&mut self, combination: &ExternalCombination) {
+        if let Some(probe) = &mut self.probe {
+            probe.add_measurements(combination);
         }
+    }
+
+    /// Returns what a worker copies for the sample.
+    pub(super) fn sample_copies(&self) -> Option<&Arc<CodedSample>> {
+        self.probe.as_ref()?.copies()
     }
 
     pub(super) fn codecs(&self) -> &Arc<Codecs> {
@@ -328,7 +332,7 @@ impl Coder {
         // SAFETY: `residual` has a float32 for each element of the tensor, by the contract of `Residuals`.
         let lost = unsafe { self.floats.write_loss(residual, &self.sums[..count], &mut self.decoded[..count]) };
         if let Some(probe) = self.probe.as_mut().filter(|_| is_probed) {
-            probe.residual(code.tiles[index].piece, lost, gradient);
+            probe.add_squares(code.tiles[index].piece, Squares { gradient, lost });
         }
     }
 

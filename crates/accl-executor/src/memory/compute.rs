@@ -84,9 +84,9 @@ impl Compute {
     }
 
     /// Adds what a worker has counted to the measurements of the call.
-    pub(crate) fn add_counts(&mut self, combination: &ExternalCombination) {
+    pub(crate) fn add_measurements(&mut self, combination: &ExternalCombination) {
         if let Some(coder) = &mut self.coder {
-            coder.add_counts(combination);
+            coder.add_measurements(combination);
         }
     }
 

@@ -15,16 +15,17 @@ use std::sync::Arc;
 
 use accl_kernels::codec::{Floats, RngKey};
 use accl_schedule::{Buf, Extent};
-use accl_types::{Collective, Dtype, Elems, Result};
+use accl_types::{Collective, Dtype, Elems, Error, Result};
 
 use super::buffers::Buffers;
 use super::storage::Storage;
 use crate::call::{
-    Blocks, CallDesc, Encoded, Encoding, Figures, Gather, Keeps, Measured, Probe, Statistics, TensorDesc,
+    Blocks, CallDesc, Codecs, CodedSample, Encoded, Encoding, ExternalCombination, Figures, Gather, Keeps, Measured,
+    Measurement, Probe, SampleCopies, SampleCopy, Squares, Staging, Statistics, TensorDesc,
 };
 
 /// Maximum elements of a run.
-const RUN: u64 = 256;
+pub(super) const RUN: u64 = 256;
 
 /// Length and start of a run are multiples of this number of elements.
 const GRAIN: u64 = 8;
@@ -47,11 +48,41 @@ pub struct Sample {
     /// piece of a block is the additional one.
     contributions: Vec<Range<usize>>,
     results: Vec<Range<usize>>,
+    /// If a worker computes the combinations: where it copies the sampled results of each block.
+    found: Vec<*mut u8>,
 }
 
-/// Memory of the additional tensor, for all blocks.
+// SAFETY: the addresses belong to memory of the call, and are used only when nothing else accesses it.
+unsafe impl Send for Sample {}
+
+// SAFETY: as for `Send`.
+unsafe impl Sync for Sample {}
+
+/// Memory of the additional tensor, for all blocks. With a worker, its staging lends the memory.
 struct Rooms {
-    _memory: Vec<Storage>,
+    lends: Option<Arc<dyn Staging>>,
+    len_bytes: usize,
+    memory: Vec<Storage>,
+}
+
+impl Rooms {
+    fn new(desc: &CallDesc, len_bytes: usize) -> Result<Self> {
+        let lends = desc.staging.clone().filter(|_| desc.tensor_coder.is_some());
+        Ok(Self { lends, len_bytes, memory: Vec::new() })
+    }
+
+    /// Returns the address of memory for one more block.
+    fn next(&mut self) -> Result<*mut u8> {
+        let mut storage = match &self.lends {
+            None => Storage::new(self.len_bytes)?,
+            Some(staging) => Storage::lent(staging.lend(self.len_bytes)?.ok_or_else(|| {
+                Error::exhausted(format!("no memory is lent for a sample of {} bytes", self.len_bytes))
+            })?),
+        };
+        let address = storage.ptr();
+        self.memory.push(storage);
+        Ok(address)
+    }
 }
 
 impl fmt::Debug for Rooms {
@@ -63,20 +94,24 @@ impl fmt::Debug for Rooms {
 impl Keeps for Rooms {}
 
 impl Sample {
-    /// Adds the additional tensor to a call. Returns `None` if the call gets none; all ranks decide this equally.
+    /// Returns the codecs that a call has together with its sample.
+    ///
+    /// # Errors
+    /// The errors of [`Codecs::new`].
+    pub(super) fn codecs_of(desc: &CallDesc, encoding: &Encoding) -> Result<Arc<Codecs>> {
+        if sampled(desc, encoding).is_some() { encoding.codecs.with_raw_tensor() } else { Ok(encoding.codecs.clone()) }
+    }
+
+    /// Adds the additional tensor to a call. If a worker computes the combinations, it also copies the sampled elements.
+    /// Returns `None` if the call gets none; all ranks decide this equally.
     ///
     /// # Errors
     /// `Exhausted` if there is no memory.
     pub fn with_call(desc: &CallDesc, encoding: &Encoding) -> Result<Option<(CallDesc, Self)>> {
         let Some((run, picks)) = picks(desc, encoding) else { return Ok(None) };
         let (elems, dtype) = (picks.len() * run as usize, desc.dtype);
-        let mut rooms = Vec::new();
-        let mut room = || -> Result<TensorDesc> {
-            let mut room = Storage::new(elems * dtype.size_bytes())?;
-            let tensor = TensorDesc::dense(room.ptr(), dtype, Elems(elems as u64));
-            rooms.push(room);
-            Ok(tensor)
-        };
+        let mut rooms = Rooms::new(desc, elems * dtype.size_bytes())?;
+        let mut room = || Ok(TensorDesc::dense(rooms.next()?, dtype, Elems(elems as u64)));
         let outputs: Vec<TensorDesc> = desc.outputs.iter().map(|_| room()).collect::<Result<_>>()?;
         // This rank's block may be reduced in place; the additional tensor then is reduced in place as well.
         let is_in_place = |block: &[TensorDesc]| {
@@ -99,11 +134,37 @@ impl Sample {
         let results = pieces_of(&outputs);
         let contributions = if inputs.is_empty() { results.clone() } else { pieces_of(&inputs) };
         let mut encoding = Encoding { codecs: encoding.codecs.with_raw_tensor()?, ..encoding.clone() };
+        let mut sample = Self { picks, run, dtype, contributions, results, found: Vec::new() };
         if let Some(probe) = &mut encoding.probe {
-            probe.rooms = Some(Arc::new(Rooms { _memory: rooms }));
+            if desc.tensor_coder.is_some() {
+                sample.found = outputs.iter().map(|_| rooms.next()).collect::<Result<_>>()?;
+                probe.copies = Some(Arc::new(sample.coded(&inputs, &outputs)));
+            }
+            probe.rooms = Some(Arc::new(rooms));
         }
         let desc = CallDesc { inputs, outputs, encoding: Encoded::As(encoding), ..desc.clone() };
-        Ok(Some((desc, Self { picks, run, dtype, contributions, results })))
+        Ok(Some((desc, sample)))
+    }
+
+    /// Returns the copies that a worker makes in place of [`Sample::take`], and of the results that are compared.
+    fn coded(&self, inputs: &Blocks, outputs: &Blocks) -> CodedSample {
+        let size = self.dtype.size_bytes() as u64;
+        let at = |base: *mut u8, elems: u64| base.wrapping_add((elems * size) as usize);
+        let copies = |blocks: &[Range<usize>], tensors: &[TensorDesc], room: &dyn Fn(usize, usize) -> *mut u8| {
+            let copy = |(number, block): (usize, &Range<usize>)| -> Vec<SampleCopy> {
+                let copy = |(index, pick): (u64, &Pick)| {
+                    let from = at(tensors[block.start + pick.position].ptr, pick.first);
+                    SampleCopy { from, to: at(room(number, block.end - 1), index * self.run), elems: pick.len }
+                };
+                (0..).zip(&self.picks).map(copy).collect()
+            };
+            blocks.iter().enumerate().flat_map(copy).collect::<Vec<_>>()
+        };
+        let given = if inputs.is_empty() { outputs.pieces() } else { inputs.pieces() };
+        let contributions = copies(&self.contributions, given, &|_, piece| given[piece].ptr);
+        let mut results = copies(&self.results, outputs.pieces(), &|number, _| self.found[number]);
+        results.sort_unstable_by_key(|copy| copy.from);
+        CodedSample { contributions: Arc::new(SampleCopies::new(contributions)), results }
     }
 
     /// Copies the sampled elements of this rank's contribution.
@@ -124,18 +185,21 @@ impl Sample {
     fn compare(&self, buffers: &Buffers, rows: &mut [Measured]) {
         let floats = Floats::default();
         let size = self.dtype.size_bytes() as u64;
-        let read = |piece: usize, first: u64, len: u64| {
+        let read = |src: *mut u8, len: u64| {
             let mut values = [0.0; RUN as usize];
-            let src = address(buffers, Buf::Out, piece, first * size);
-            // SAFETY: the run lies in an output, which stays valid until the call completes.
+            // SAFETY: the run lies in an output, or in memory of the sample. Both stay valid until the call completes.
             unsafe { floats.read(&mut values[..len as usize], src, self.dtype) };
             values.into_iter().take(len as usize)
         };
-        for block in &self.results {
+        for (number, block) in self.results.iter().enumerate() {
             for (index, pick) in (0..).zip(&self.picks) {
                 let row = &mut rows[pick.position];
-                let found = read(block.start + pick.position, pick.first, pick.len);
-                let exact = read(block.end - 1, index * self.run, pick.len);
+                let found = match self.found.get(number) {
+                    Some(copies) => copies.wrapping_add((index * self.run * size) as usize),
+                    None => address(buffers, Buf::Out, block.start + pick.position, pick.first * size),
+                };
+                let exact = address(buffers, Buf::Out, block.end - 1, index * self.run * size);
+                let [found, exact] = [found, exact].map(|src| read(src, pick.len));
                 // Buckets that are not finite are counted in `Measured::non_finite`.
                 for (found, exact) in found.zip(exact).filter(|(found, exact)| found.is_finite() && exact.is_finite()) {
                     let (found, exact) = (f64::from(found), f64::from(exact));
@@ -156,6 +220,7 @@ pub(crate) struct ErrorProbe {
     sample: Option<Arc<Sample>>,
     /// Memory of the additional tensor, kept alive as long as this part may access it.
     rooms: Option<Arc<dyn Keeps>>,
+    copies: Option<Arc<CodedSample>>,
     figures: Figures,
     /// Whether the figures were reported, or left for another part.
     has_ended: bool,
@@ -170,7 +235,7 @@ impl ErrorProbe {
         tensors: usize,
         buffers: &Buffers,
     ) -> Self {
-        if let Some(sample) = sample.as_ref().filter(|_| !buffers.are_staged()) {
+        if let Some(sample) = sample.as_ref().filter(|_| !buffers.are_staged() && probe.copies.is_none()) {
             sample.take(buffers);
         }
         let sample = sample.map(Arc::new);
@@ -179,8 +244,8 @@ impl ErrorProbe {
             gathered.keep_sample(sample.clone());
         }
         let rows = vec![Measured { calls: u64::from(is_first), ..Measured::default() }; tensors];
-        let figures = Figures { rows, squares: vec![[0.0; 2]; tensors] };
-        Self { stats, gathered, sample, rooms, figures, has_ended: false }
+        let figures = Figures { rows, squares: vec![Squares::default(); tensors] };
+        Self { stats, gathered, sample, rooms, copies: probe.copies.clone(), figures, has_ended: false }
     }
 
     /// Returns whether the call has a sample, which this part or another one fills.
@@ -200,14 +265,26 @@ impl ErrorProbe {
         self.figures.rows.get_mut(position as usize)
     }
 
-    /// Adds the squares of a piece of a residual and of its gradient.
-    pub(crate) fn residual(&mut self, position: u32, lost: f64, gradient: f64) {
-        // Values that are not finite are not counted.
-        if let Some(squares) = self.figures.squares.get_mut(position as usize).filter(|_| (lost + gradient).is_finite())
-        {
-            squares[0] += lost;
-            squares[1] += gradient;
+    /// Adds the squares of a tile of a contribution that was encoded with a residual.
+    pub(crate) fn add_squares(&mut self, position: u32, squares: Squares) {
+        if let Some(sum) = self.figures.squares.get_mut(position as usize) {
+            sum.add(squares);
         }
+    }
+
+    /// Adds what a worker has measured.
+    pub(crate) fn add_measurements(&mut self, combination: &ExternalCombination) {
+        for Measurement { piece, non_finite, squares } in combination.measurements() {
+            if let Some(row) = self.row(piece) {
+                row.non_finite += non_finite;
+                self.add_squares(piece, squares);
+            }
+        }
+    }
+
+    /// Returns what a worker copies for the sample; `None` if the call has no sample, or the host computes it.
+    pub(crate) fn copies(&self) -> Option<&Arc<CodedSample>> {
+        self.copies.as_ref()
     }
 
     /// Reports the measurements when the results of the call, or of this part of it, are final. Of several parts the
@@ -226,9 +303,9 @@ impl ErrorProbe {
         if let Some(sample) = &sample {
             sample.compare(buffers, rows);
         }
-        for (row, [lost, gradient]) in rows.iter_mut().zip(squares).filter(|(_, [_, gradient])| *gradient > 0.0) {
+        for (row, squares) in rows.iter_mut().zip(squares).filter(|(_, squares)| squares.gradient > 0.0) {
             row.residual_calls = 1;
-            row.residual = (*lost / *gradient).sqrt();
+            row.residual = (squares.lost / squares.gradient).sqrt();
         }
         self.stats.enter(rows);
     }
@@ -237,21 +314,8 @@ impl ErrorProbe {
 /// Returns the runs of a call, and their length in elements. The number of runs depends only on the call's shape, so
 /// that the ranks' blocks are cut identically in every step. Their positions depend on the step.
 fn picks(desc: &CallDesc, encoding: &Encoding) -> Option<(u64, Vec<Pick>)> {
-    let one_in = encoding.probe.as_ref().map(|probe| probe.one_in).filter(|&one_in| one_in > 0)?;
-    if !matches!(desc.collective, Collective::AllReduce | Collective::ReduceScatter) {
-        return None;
-    }
-    let counts = |block: &[TensorDesc]| -> Vec<u64> { block.iter().map(TensorDesc::count_elems).collect() };
-    let expected = counts(desc.outputs.get(0)?);
-    // With uneven blocks, no run exists in every block.
-    let mut blocks = desc.inputs.iter().chain(desc.outputs.iter());
-    if !blocks.all(|block| counts(block) == expected && block.iter().all(|tensor| tensor.dtype == desc.dtype)) {
-        return None;
-    }
+    let (one_in, expected) = sampled(desc, encoding)?;
     let total: u64 = expected.iter().sum();
-    if total == 0 {
-        return None;
-    }
     let wanted = total.div_ceil(one_in);
     let runs = wanted.div_ceil(RUN);
     let run = wanted.div_ceil(runs).next_multiple_of(GRAIN);
@@ -269,6 +333,22 @@ fn picks(desc: &CallDesc, encoding: &Encoding) -> Option<(u64, Vec<Pick>)> {
         None
     };
     (0..runs).map(pick).collect::<Option<_>>().map(|picks| (run, picks))
+}
+
+/// Returns of how many elements one is compared, and the elements of each tensor of a block. `None` if the call has no sample.
+fn sampled(desc: &CallDesc, encoding: &Encoding) -> Option<(u64, Vec<u64>)> {
+    let one_in = encoding.probe.as_ref().map(|probe| probe.one_in).filter(|&one_in| one_in > 0)?;
+    if !matches!(desc.collective, Collective::AllReduce | Collective::ReduceScatter) {
+        return None;
+    }
+    let counts = |block: &[TensorDesc]| -> Vec<u64> { block.iter().map(TensorDesc::count_elems).collect() };
+    let expected = counts(desc.outputs.get(0)?);
+    // With uneven blocks, no run exists in every block.
+    let mut blocks = desc.inputs.iter().chain(desc.outputs.iter());
+    if !blocks.all(|block| counts(block) == expected && block.iter().all(|tensor| tensor.dtype == desc.dtype)) {
+        return None;
+    }
+    (expected.iter().sum::<u64>() > 0).then_some((one_in, expected))
 }
 
 /// Returns the piece indices of each block.

@@ -9,13 +9,17 @@ use accl_types::{Dtype, Rank, ReduceOp};
 
 use super::buffers::Buffers;
 use super::coder::Coder;
+use super::error_probe::{RUN, Sample};
 use super::overlap::{inputs_share_memory, outputs_are_entangled};
-use crate::call::{CallDesc, External, ExternalCombination, TensorDesc, TileCode, TileOperand, TileResidual, TileRun};
+use crate::call::{
+    CallDesc, CoderNeeds, External, ExternalCombination, SampleCopy, SampledResult, TensorDesc, TileCode, TileOperand,
+    TileResidual, TileRun,
+};
 use crate::plan::{Coded, Combination, Operand};
 
 /// Returns the worker that computes the combinations of a call where its tensors lie. `None` if the host does: the tensors are
-/// host memory, share memory, or are not dense; the call is not encoded, scales its tensors, is compared with exact sums, or is
-/// measured and has residuals; the residuals lie elsewhere; or the staging has no worker for these codecs.
+/// host memory, share memory, or are not dense; the call is not encoded, or scales its tensors; the residuals lie elsewhere; or the
+/// staging has no worker for these codecs. A call that is measured must have no sample yet.
 pub(crate) fn tensor_coder(desc: &CallDesc, rank: Rank, world: u32) -> Option<Arc<dyn External>> {
     let (staging, encoding) = desc.staging.as_ref().zip(desc.encoding(world))?;
     // A tensor without elements lies nowhere.
@@ -30,27 +34,28 @@ pub(crate) fn tensor_coder(desc: &CallDesc, rank: Rank, world: u32) -> Option<Ar
         outputs_are_entangled(&desc.outputs)
             || !desc.inputs.is_empty() && inputs_share_memory(desc, rank.index(), TensorDesc::is_dense_value)
     };
-    // Figures of residuals, and the comparison with exact sums, need the values in host memory.
-    let is_measurable = match &encoding.probe {
-        Some(probe) => probe.rooms.is_none() && encoding.residuals.is_none(),
-        None => true,
-    };
-    let fits = is_measurable
-        && desc.op != ReduceOp::PremulSum
-        && lie_together
-        && are_dense()
-        && residuals_fit()
-        && !shares_memory();
-    if fits { staging.coder(&encoding.codecs, desc.dtype, encoding.residuals.is_some()) } else { None }
+    let fits = desc.op != ReduceOp::PremulSum && lie_together && are_dense() && residuals_fit() && !shares_memory();
+    // If the sample's codec cannot be had, the call fails where the sample is added.
+    let codecs = fits.then(|| Sample::codecs_of(desc, encoding).ok()).flatten()?;
+    let needs = CoderNeeds { residuals: encoding.residuals.is_some(), figures: encoding.probe.is_some() };
+    staging.coder(&codecs, desc.dtype, needs)
 }
 
 /// Describes a combination with the addresses of one call.
 pub(super) fn combination(coder: &Coder, buffers: &Buffers, op: &Combination) -> ExternalCombination {
     let mut runs: Vec<TileRun> = Vec::new();
+    let sample = coder.sample_copies();
+    let mut sampled = Vec::new();
     let mut before = None;
     for (index, tile) in op.tiles.iter().enumerate() {
         let run = run_of(coder, buffers, op, index);
         let tensor = (tile.piece, tile.block);
+        if let Some((sample, values)) = sample.zip(run.values) {
+            sampled.extend(
+                within(&sample.results, values, run.elems, coder.dtype())
+                    .map(|copy| SampledResult { tile: index as u32, copy }),
+            );
+        }
         match runs.last_mut().filter(|last| before == Some(tensor) && follows(&run, last, coder.dtype())) {
             Some(last) => {
                 last.tiles.end += 1;
@@ -60,7 +65,26 @@ pub(super) fn combination(coder: &Coder, buffers: &Buffers, op: &Combination) ->
         }
         before = Some(tensor);
     }
-    ExternalCombination::new(coder.dtype(), runs, coder.is_probed())
+    let mut combination = ExternalCombination::new(coder.dtype(), runs, coder.is_probed());
+    combination.sample = sample.map(|sample| sample.contributions.clone());
+    combination.sampled = sampled;
+    combination
+}
+
+/// Returns the parts of copies that lie in `elems` values from `values` on. The copies are in the order of their addresses.
+fn within(copies: &[SampleCopy], values: *const u8, elems: u64, dtype: Dtype) -> impl Iterator<Item = SampleCopy> + '_ {
+    let size = dtype.size_bytes();
+    let end_of = move |copy: &SampleCopy| copy.from.addr() + copy.elems as usize * size;
+    let (start, end) = (values.addr(), values.addr() + elems as usize * size);
+    // Two runs of a sample may share elements, but all have at most one length.
+    let first = copies.partition_point(|copy| copy.from.addr() < start.saturating_sub(RUN as usize * size));
+    copies[first..].iter().take_while(move |copy| copy.from.addr() < end).filter_map(move |copy| {
+        let (from, to) = (copy.from.addr().max(start), end_of(copy).min(end));
+        let skipped = from - copy.from.addr();
+        let elems = to.checked_sub(from).filter(|&len| len > 0)? / size;
+        let [from, to] = [copy.from, copy.to.cast_const()].map(|base| base.wrapping_add(skipped));
+        Some(SampleCopy { from, to: to.cast_mut(), elems: elems as u64 })
+    })
 }
 
 /// Returns the run of one tile alone.
@@ -86,7 +110,10 @@ fn run_of(coder: &Coder, buffers: &Buffers, op: &Combination, index: usize) -> T
         operands: op.srcs.iter().map(operand).collect(),
         code: op.code.as_ref().map(tiles_of),
         values: op.out.as_ref().map(|out| buffers.address(&out.at(at))),
-        residual: residual.map(|address| TileResidual { address, skips_zeros: op.pass > 0 }),
+        residual: residual.map(|address| {
+            let skips_zeros = op.pass > 0;
+            TileResidual { address, skips_zeros, is_measured: coder.is_probed() && !skips_zeros }
+        }),
         divisor: coder.finishing(op),
         rng_key: coder.rng_key(tile, op.pass),
     }

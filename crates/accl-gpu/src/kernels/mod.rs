@@ -59,6 +59,11 @@ pub enum Kernel {
     CombineSums,
     /// Copies the elements in `values` to the address in `sums`, as elements of the tensor's type.
     Copy,
+    /// Writes two float64 for each tile to `code`: the sum of the squares of the elements of the tensor's type in `values`, and
+    /// of the float32 in `sums`. Uses `tile`; `stride` is 16.
+    Squares,
+    /// Does the same with float32 sums in `values`.
+    SquaresOfSums,
 }
 
 impl Kernel {
@@ -76,7 +81,24 @@ impl Kernel {
     ];
 
     /// Kernels for float32 sums of unencoded elements.
-    pub const OF_SUMS: [Kernel; 5] = [Kernel::Read, Kernel::Add, Kernel::Finish, Kernel::Write, Kernel::Copy];
+    pub const OF_SUMS: [Kernel; 7] = [
+        Kernel::Read,
+        Kernel::Add,
+        Kernel::Finish,
+        Kernel::Write,
+        Kernel::Copy,
+        Kernel::Squares,
+        Kernel::SquaresOfSums,
+    ];
+
+    /// Whether the kernel encodes with error feedback.
+    pub fn has_feedback(self) -> bool {
+        matches!(self, Kernel::Feedback | Kernel::FeedbackSums)
+    }
+
+    fn is_squares(self) -> bool {
+        matches!(self, Kernel::Squares | Kernel::SquaresOfSums)
+    }
 }
 
 /// Kernels that are compiled together, for one type of tensor: the kernels of a codec with its settings, or the kernels
@@ -142,6 +164,8 @@ impl KernelSet {
             Kernel::Combine => "accl_combine",
             Kernel::CombineSums => "accl_combine_sums",
             Kernel::Copy => "accl_copy",
+            Kernel::Squares => "accl_squares",
+            Kernel::SquaresOfSums => "accl_squares_of_sums",
         }
     }
 
@@ -153,6 +177,7 @@ impl KernelSet {
             Kernel::FeedbackSums => Kernel::Feedback,
             Kernel::DecodeSums => Kernel::Decode,
             Kernel::CombineSums => Kernel::Combine,
+            Kernel::SquaresOfSums => Kernel::Squares,
             _ => kernel,
         }
     }
@@ -201,9 +226,11 @@ impl KernelSet {
         let [encode, decode] = self.shapes();
         let shape = match kernel {
             Kernel::Decode | Kernel::DecodeSums | Kernel::DecodeAdd => decode,
+            _ if kernel.is_squares() => Shape::TILES,
             _ => encode,
         };
-        let (args, blocks) = Args::new(spans, options, shape.part, self.codec.is_some());
+        let has_tiles = self.codec.is_some() || kernel.is_squares();
+        let (args, blocks) = Args::new(spans, options, shape.part, has_tiles);
         Launch { args, blocks, threads: shape.threads }
     }
 

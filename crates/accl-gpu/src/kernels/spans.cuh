@@ -20,6 +20,8 @@ constexpr u32 CAPACITY = ACCL_CAPACITY;
 #define ACCL_COMBINE (1 << 11)
 #define ACCL_COMBINE_SUMS (1 << 12)
 #define ACCL_COPY (1 << 13)
+#define ACCL_SQUARES (1 << 14)
+#define ACCL_SQUARES_OF_SUMS (1 << 15)
 
 // Equal tiles of one piece of a tensor. Only the last one may be shorter.
 struct Span {
@@ -56,6 +58,9 @@ static_assert(sizeof(Args) <= 4096, "the arguments exceed the parameters of a ke
 constexpr u32 FLAG_DIVIDES = 1;
 // A tile of zeros is encoded without its residual, which stays.
 constexpr u32 FLAG_KEEPS_ZEROS = 2;
+
+// Length of a part that is a whole tile.
+constexpr u32 WHOLE_TILE = 1u << 31;
 
 // A part of a tile.
 struct Work {

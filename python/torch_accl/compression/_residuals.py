@@ -1,0 +1,178 @@
+"""Residuals of gradients: the memory that they are kept in, and their addresses for the engine.
+
+This module owns the tensors and on which device they lie. Residuals lie where their gradients are encoded: on the gradients'
+device, or in host memory if the host encodes these. The engine reads and writes them until a call completes or, if it copies
+gradients to host memory, until a wait for the call returns. `_feedback.py` owns when residuals are added.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from ._scope import CPU, Addresses
+
+__all__ = ["ResidualStore", "ResidualsOfCall", "TensorResiduals"]
+
+# Calls of one kind that the host has to encode although their residuals are on a device. Afterwards residuals stay in host memory.
+_MOST_MOVES = 3
+
+
+@dataclass
+class TensorResiduals:
+    """Which residuals a tensor of a call has. A tensor without a name has none."""
+
+    name: str | None
+    elements: int
+    has_sum: bool = False
+
+
+@dataclass
+class ResidualsOfCall:
+    """Residuals of one kind of call, whose blocks have these tensors."""
+
+    tensors: tuple[TensorResiduals, ...]
+    blocks: int
+    # Tensors that own the memory, and its addresses: of contributions, and of sums.
+    owners: tuple[torch.Tensor, ...] = ()
+    addresses: Addresses = field(default_factory=lambda: ([], []))
+    # Where they lie, and the state of the store that they were taken from.
+    device: torch.device | None = None
+    version: int = -1
+    # How often the host had to encode although they were on a device.
+    moves: int = 0
+
+
+class ResidualStore:
+    """Residuals in float32, by name: of contributions, with a row for each block, and of sums."""
+
+    def __init__(
+        self, contributions: Mapping[str, torch.Tensor] | None = None, sums: Mapping[str, torch.Tensor] | None = None
+    ) -> None:
+        self.contributions: dict[str, torch.Tensor] = dict(contributions or {})
+        self.sums: dict[str, torch.Tensor] = dict(sums or {})
+        # Counts the changes after which addresses that were taken before may be wrong.
+        self._version = 0
+
+    def __bool__(self) -> bool:
+        """Whether there are residuals of contributions."""
+        return bool(self.contributions)
+
+    def copies(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Returns copies in host memory: of contributions, and of sums."""
+        return _copies(self.contributions), _copies(self.sums)
+
+    def rescale(self, factor: float) -> None:
+        """Multiplies all residuals by a factor."""
+        for residual in (*self.contributions.values(), *self.sums.values()):
+            residual.mul_(factor)
+
+    def take_contribution(self, name: str) -> torch.Tensor | None:
+        """Removes the residual of a contribution, and returns it."""
+        self._version += 1
+        return self.contributions.pop(name, None)
+
+    def move_sum(self, name: str, factor: float) -> None:
+        """Removes the residual of a sum, if there is one, and adds it, times `factor`, to the residual of the contribution."""
+        of_sum = self.sums.pop(name, None)
+        if of_sum is None:
+            return
+        self._version += 1
+        # A contribution residual exists wherever a sum residual exists, except in a state that was edited by hand.
+        residual = self.contributions.setdefault(name, torch.zeros_like(of_sum))
+        residual.add_(of_sum.to(residual.device), alpha=factor)
+
+    def check(self, name: str, blocks: int, elements: int) -> bool:
+        """Returns whether a parameter has residuals. They must fit a gradient of `blocks` blocks of `elements` elements.
+
+        Raises:
+            RuntimeError: they do not.
+        """
+        kept = [residuals[name] for residuals in (self.contributions, self.sums) if name in residuals]
+        for residual in kept:
+            _check_shape(residual, name, blocks, elements)
+        return bool(kept)
+
+    def of_call(
+        self, call: ResidualsOfCall, gradients: Sequence[torch.Tensor], unused: set[int]
+    ) -> tuple[Addresses, Callable[[], Addresses] | None]:
+        """Returns the addresses for a call, with 0 for the contributions of gradients whose indices are in `unused`.
+
+        If they are on a device, it also returns a function that moves the residuals to host memory, and returns where they are
+        then. The engine calls it if the host has to encode.
+        """
+        count = len(gradients)
+        device = gradients[0].device if gradients and call.moves < _MOST_MOVES else CPU
+        self._place(call, device)
+        addresses = _of_used(call.addresses, unused, count)
+        if device == CPU:
+            return addresses, None
+        # The engine may keep the function longer than the residuals should live.
+        store, place = weakref.ref(self), weakref.ref(call)
+
+        def to_host() -> Addresses:
+            found, of_call = store(), place()
+            assert found is not None and of_call is not None, "the thread that issues the call holds both"
+            of_call.moves += 1
+            found._place(of_call, CPU)
+            return _of_used(of_call.addresses, unused, count)
+
+        return addresses, to_host
+
+    def _place(self, call: ResidualsOfCall, device: torch.device) -> None:
+        """Moves the residuals of a call to a device, and sets their addresses."""
+        if (call.version, call.device) == (self._version, device):
+            return
+        rows: list[list[int]] = []
+        sums: list[int] = []
+        owners: list[torch.Tensor] = []
+        for tensor in call.tensors:
+            row, of_sum = [0] * call.blocks, 0
+            if tensor.name is not None:
+                residual = self._kept(self.contributions, tensor.name, call.blocks, tensor.elements, device)
+                owners.append(residual)
+                row = [block.data_ptr() for block in residual]
+                if tensor.has_sum:
+                    residual = self._kept(self.sums, tensor.name, 1, tensor.elements, device)
+                    owners.append(residual)
+                    of_sum = residual.data_ptr()
+            rows.append(row)
+            sums.append(of_sum)
+        call.addresses = [row[block] for block in range(call.blocks) for row in rows], sums
+        call.owners, call.device, call.version = tuple(owners), device, self._version
+
+    def _kept(
+        self, residuals: dict[str, torch.Tensor], name: str, blocks: int, elements: int, device: torch.device
+    ) -> torch.Tensor:
+        """Returns the residual of a parameter on a device, a row per block, initially zeros. The engine writes to its memory."""
+        if name not in residuals:
+            residuals[name] = torch.zeros(blocks, elements, dtype=torch.float32, device=device)
+        residual = residuals[name]
+        _check_shape(residual, name, blocks, elements)
+        if residual.device != device:
+            residual = residuals[name] = residual.to(device)
+            self._version += 1
+        return residual
+
+
+def _check_shape(residual: torch.Tensor, name: str, blocks: int, elements: int) -> None:
+    if residual.shape != (blocks, elements):
+        raise RuntimeError(
+            f"compression: the residual of {name} has {tuple(residual.shape)} elements, but its gradient has "
+            f"{(blocks, elements)} now; load a state of the same model and kind of parallelism, or create a new one"
+        )
+
+
+def _copies(residuals: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: residual.to("cpu", copy=True) for name, residual in residuals.items()}
+
+
+def _of_used(addresses: Addresses, unused: set[int], count: int) -> Addresses:
+    """Returns addresses with 0 for the contributions of unused gradients, of which a block has `count`."""
+    if not unused:
+        return addresses
+    contributions, sums = addresses
+    return [0 if place % count in unused else address for place, address in enumerate(contributions)], sums
