@@ -385,3 +385,13 @@ def _define() -> None:
 def _bridged_functions() -> list[str]: ...
 def _panic_for_test(name: str) -> None: ...
 def _lend_gpu_driver(path: str | PathLike[str]) -> None: ...
+
+class _SingleKernels:
+    """Kernels of one codec for tensors of one dtype, such as `"float32"`, on one device. For benchmarks."""
+
+    def __init__(self, device_type: int, index: int, is_rocm: bool, codec: str, dtype: str) -> None: ...
+    def code_bytes(self, elems: int) -> int:
+        """Bytes of `elems` encoded elements."""
+
+    def launch(self, work: str, values: int, code: int, sums: int, elems: int, stream: int) -> None:
+        """Enqueues `"encode"`, `"feedback"`, `"decode"` or `"decode_add"` on a native stream, with addresses of the device."""

@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from support import gloo_group, init_group, run_ranks
+from support import gloo_group
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .device import Device
-from .report import Report, check, over_ranks
+from .ranks import RANKS, on_a_card
+from .report import Report, over_ranks
 
-RANKS = 2
 MIB = 1 << 20
 Times = Mapping[str, Sequence[float]]
 
@@ -30,7 +30,7 @@ def run(report: Report, kind: str, is_tiny: bool) -> None:
     other = "gloo" if kind == "cuda" else "accl"
 
     def measured(body: Callable[..., Any], **facts: Any) -> list[Any]:
-        return _ranks(body, kind, is_tiny, other, **facts)
+        return on_a_card(lambda device: body(Bench(device, other, is_tiny), **facts), kind)
 
     def large(size: int) -> Mapping[str, Any]:
         times = over_ranks(measured(large_calls, size=size, rounds=3 if is_tiny else 15))
@@ -92,22 +92,6 @@ def run(report: Report, kind: str, is_tiny: bool) -> None:
 
 def _text(size: int) -> str:
     return f"{size // MIB} MiB" if size >= MIB else f"{size // 1024} KiB"
-
-
-def _ranks(body: Callable[..., Any], kind: str, is_tiny: bool, other: str, **facts: Any) -> list[Any]:
-    """Returns what `body` returns on each rank, or raises an error that shows all ranks."""
-
-    def rank_body(rank: int) -> Any:
-        device = Device(kind, order="early")
-        init_group("accl")
-        found = body(Bench(device, other, is_tiny), **facts)
-        dist.barrier()
-        dist.destroy_process_group()
-        return found
-
-    outcomes = run_ranks(rank_body, RANKS, init=False, deadline=90)
-    check(outcomes)
-    return [outcome.value for outcome in outcomes]
 
 
 class Bench:

@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from support import bytes_equal, init_group, run_ranks, standin
-from torch_accl import compression
+from support import bytes_equal
+from torch_accl import _native, compression
 
+from .bench import Bench
 from .device import Device
-from .report import Report, check, over_ranks
+from .ranks import RANKS, on_a_card
+from .report import Report, over_ranks
 
-RANKS = 2
 MIB = 1 << 20
 CODECS = (
     "maxmin:4",
@@ -42,7 +43,7 @@ def run(report: Report, kind: str, is_tiny: bool) -> None:
         dtype = DTYPES[number % len(DTYPES)]
 
         def case(codec: str = codec, dtype: torch.dtype = dtype) -> None:
-            _ranks(same_bits, kind, codec=codec, dtype=dtype, count=1_000_003 if is_tiny else 3_000_001)
+            _ranks(same_bits, kind, codec=codec, dtype=dtype, count=2_000_003 if is_tiny else 3_000_001)
 
         report.case(f"{codec} of {str(dtype).removeprefix('torch.')} gives the bits of CPU tensors", case)
 
@@ -59,24 +60,26 @@ def run(report: Report, kind: str, is_tiny: bool) -> None:
         return medians
 
     report.case("all_reduce with and without a codec", all_reduce)
+    for codec, target in (("maxmin:4", 0.8), ("maxmin:4,rounding=stochastic", 0.6)):
+
+        def single(codec: str = codec, target: float = target) -> Mapping[str, Any]:
+            elems = MIB if is_tiny else 64 * MIB
+            [(seconds, sizes)] = _ranks(single_kernels, kind, 1, codec=codec, elems=elems, rounds=3 if is_tiny else 15)
+            medians = over_ranks([seconds])
+            rates = {name: sizes[name] / medians[name] for name in medians}
+            for name in _WORK:
+                figure = f"{name} of {codec}: bytes/s over a copy's"
+                # No target was set for error feedback.
+                least = None if name == "feedback" else target
+                report.figure(figure, rates[name] / rates["copy"], "x", least, at_least=True)
+            report.figure("copy on the card", rates["copy"] / 1e9, "GB/s")
+            return rates
+
+        report.case(f"single kernels of {codec}", single)
 
 
-def _ranks(body: Callable[..., Any], kind: str, **facts: Any) -> list[Any]:
-    """Returns what `body` returns on each rank, or raises an error that shows all ranks."""
-
-    def rank_body(rank: int) -> Any:
-        device = Device(kind, order="early")
-        if not device.is_card:
-            standin.lend_driver(device.module)
-        init_group("accl")
-        found = body(device, rank, **facts)
-        dist.barrier()
-        dist.destroy_process_group()
-        return found
-
-    outcomes = run_ranks(rank_body, RANKS, init=False, deadline=90)
-    check(outcomes)
-    return [outcome.value for outcome in outcomes]
+def _ranks(body: Callable[..., Any], kind: str, ranks: int = RANKS, **facts: Any) -> list[Any]:
+    return on_a_card(lambda device: body(device, **facts), kind, ranks, has_kernels=True)
 
 
 def _pinned(device: Device) -> int:
@@ -84,8 +87,8 @@ def _pinned(device: Device) -> int:
     return int(process["pinned_bytes"] + process["idle_pinned_bytes"])
 
 
-def same_bits(device: Device, rank: int, codec: str, dtype: torch.dtype, count: int) -> None:
-    drawn = torch.Generator().manual_seed(rank)
+def same_bits(device: Device, codec: str, dtype: torch.dtype, count: int) -> None:
+    drawn = torch.Generator().manual_seed(dist.get_rank())
     values = torch.randn(count, generator=drawn)
     # Buckets that are not finite, that metadata of 16 bits cannot hold, or that are smaller than normal numbers.
     values[77], values[7_777], values[20_000:20_064], values[30_000:30_064] = float("nan"), 3e38, 1e-41, 7e4
@@ -98,9 +101,7 @@ def same_bits(device: Device, rank: int, codec: str, dtype: torch.dtype, count: 
     assert not encoded_by_cpu or codec in ("bf16", "fp16"), f"{codec}: the CPU has encoded the call; see the log"
 
 
-def times(device: Device, rank: int, size: int, rounds: int) -> tuple[Mapping[str, Any], int]:
-    from .bench import Bench
-
+def times(device: Device, size: int, rounds: int) -> tuple[Mapping[str, Any], int]:
     tensor = torch.ones(size // 4, device=device.kind)
     compression.all_reduce_quantized(tensor, compression="maxmin:4")
     pinned = _pinned(device)
@@ -115,3 +116,40 @@ def times(device: Device, rank: int, size: int, rounds: int) -> tuple[Mapping[st
 
     found = Bench(device, "accl", False).alternating({"raw": raw, "maxmin:4": encoded}, rounds)
     return found, pinned
+
+
+_WORK = ("encode", "feedback", "decode", "decode_add")
+# Launches of a turn. A single one is too short to be timed.
+_LAUNCHES = 8
+
+
+def single_kernels(device: Device, codec: str, elems: int, rounds: int) -> tuple[Mapping[str, Any], Mapping[str, int]]:
+    """Times kernels of float32 elements, and a copy. Returns the times, and the bytes that each reads and writes in them."""
+    values, sums, copied = (torch.randn(elems, device=device.kind) for _ in range(3))
+    number = {"cuda": 1, "standin": 20}[device.kind]
+    kernels = _native._SingleKernels(number, 0, torch.version.hip is not None, codec, "float32")
+    code_bytes = kernels.code_bytes(elems)
+    code = torch.empty(code_bytes, dtype=torch.uint8, device=device.kind)
+    stream = device.current_stream()
+    handle = torch.cuda.current_stream().cuda_stream if device.is_card else stream.native_handle
+    addresses = (values.data_ptr(), code.data_ptr(), sums.data_ptr(), elems, handle)
+
+    def launches(work: str) -> Callable[[], None]:
+        def launch() -> None:
+            for _ in range(_LAUNCHES):
+                kernels.launch(work, *addresses)
+            device.synchronize()
+
+        return launch
+
+    def copy() -> None:
+        for _ in range(_LAUNCHES):
+            copied.copy_(values)
+        device.synchronize()
+
+    parts = {name: launches(name) for name in _WORK} | {"copy": copy}
+    parts["encode"]()
+    moved = {"encode": 4 * elems + code_bytes, "feedback": 12 * elems + code_bytes, "decode": 4 * elems + code_bytes}
+    moved |= {"decode_add": 8 * elems + code_bytes, "copy": 8 * elems}
+    sizes = {name: _LAUNCHES * count for name, count in moved.items()}
+    return Bench(device, "accl", False).alternating(parts, rounds), sizes

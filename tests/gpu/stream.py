@@ -18,7 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from .bench import Bench, Times, _ranks
+from .bench import Bench, Times
+from .ranks import on_a_card
 from .report import Report, over_ranks
 
 WAYS = ("wait()", "block_current_stream()")
@@ -29,7 +30,8 @@ def run(report: Report, kind: str, is_tiny: bool) -> None:
     for name, body in (("DDP", ddp_steps), ("FSDP2", fsdp2_steps)):
 
         def measured(name: str = name, body: Callable[..., Any] = body) -> Any:
-            times = over_ranks(_ranks(body, kind, is_tiny, other, rounds=3 if is_tiny else 15))
+            rounds = 3 if is_tiny else 15
+            times = over_ranks(on_a_card(lambda device: body(Bench(device, other, is_tiny), rounds=rounds), kind))
             for way, seconds in times.items():
                 report.figure(f"{name} step with {way}", 1e3 * seconds, "ms")
             return times

@@ -4,7 +4,8 @@
 //! copies. `streams` is the contract that torch's side has to keep. `staging` and `copies` enqueue the copies of one call,
 //! and `worker` is the thread that follows all of them. `eager` does small blocking calls in their caller's thread. `pinned`
 //! keeps pinned memory for later calls. `gpu_codecs` and `tiles` compute encoded calls where their tensors lie, once `check` has
-//! compared the kernels with the CPU's codecs, and `figures` has what they measure. No stream and no kernel ever waits for
+//! compared the kernels with the CPU's codecs, and `figures` has what they measure. `single` runs one
+//! kernel for a benchmark. No stream and no kernel ever waits for
 //! another rank: the host does, by events. Read [`Accelerators`] first.
 
 mod check;
@@ -14,6 +15,7 @@ mod enqueued;
 mod figures;
 mod gpu_codecs;
 mod pinned;
+mod single;
 mod staging;
 mod streams;
 mod tiles;
@@ -22,5 +24,6 @@ mod worker;
 pub use accl_gpu::{Libraries, Vendor};
 pub use eager::EagerCall;
 pub use pinned::PinnedCounts;
+pub use single::{KernelMemory, SingleKernels, Work};
 pub use staging::Accelerators;
 pub use streams::{CallStreams, DeviceRoom, Direction, GpuDevice, Pinning, StreamCopy, StreamEvent};

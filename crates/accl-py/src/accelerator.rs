@@ -49,6 +49,20 @@ pub(crate) fn _lend_gpu_driver(path: std::path::PathBuf) {
     let _ = STANDIN_DRIVER.set(libraries);
 }
 
+/// Returns the GPU that is a device of torch; `None` if its type has no kernels.
+pub(crate) fn gpu_of(device_type: i8, index: i8, is_rocm: bool) -> Option<GpuDevice> {
+    let ordinal = u32::try_from(index).ok()?;
+    let vendor = if is_rocm { Vendor::Hip } else { Vendor::Cuda };
+    match device_type {
+        CUDA => Some(GpuDevice { vendor, ordinal, libraries: None }),
+        PRIVATE_USE_1 => {
+            let libraries = STANDIN_DRIVER.get().cloned()?;
+            Some(GpuDevice { vendor: Vendor::Cuda, ordinal, libraries: Some(libraries) })
+        }
+        _ => None,
+    }
+}
+
 /// The accelerators of this process.
 #[derive(Debug)]
 pub(crate) struct TorchAccelerators {
@@ -311,16 +325,7 @@ impl CallStreams for TorchStreams {
 
     fn gpu(&self) -> Option<GpuDevice> {
         let stream = self.call.stream();
-        let ordinal = u32::try_from(stream.device_index).ok()?;
-        let vendor = if stream.is_rocm { Vendor::Hip } else { Vendor::Cuda };
-        match stream.device_type {
-            CUDA => Some(GpuDevice { vendor, ordinal, libraries: None }),
-            PRIVATE_USE_1 => {
-                let libraries = STANDIN_DRIVER.get().cloned()?;
-                Some(GpuDevice { vendor: Vendor::Cuda, ordinal, libraries: Some(libraries) })
-            }
-            _ => None,
-        }
+        gpu_of(stream.device_type, stream.device_index, stream.is_rocm)
     }
 
     fn native_stream(&mut self) -> Result<u64> {

@@ -19,6 +19,7 @@ mod offloads;
 mod profile;
 mod repeat;
 mod simulate;
+mod single_kernels;
 mod snapshot;
 mod status;
 mod store;
@@ -108,7 +109,8 @@ fn _define(module: &Bound<'_, PyModule>) -> PyResult<()> {
     compression::add_functions(module)?;
     devices::add_functions(module)?;
     simulate::add_functions(module)?;
-    multigrid::add_functions(module)
+    multigrid::add_functions(module)?;
+    single_kernels::add_functions(module)
 }
 
 // The build backend searches the file for this sentence, to know a module's torch without loading it.

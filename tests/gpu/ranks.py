@@ -1,0 +1,38 @@
+"""Ranks that share one card, for parts that measure.
+
+Owns the processes, their group, and what becomes of their errors. Knows no measurement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from support import init_group, run_ranks, standin
+
+from .device import Device
+from .report import check
+
+RANKS = 2
+
+
+def on_a_card(body: Callable[[Device], Any], kind: str, ranks: int = RANKS, has_kernels: bool = False) -> list[Any]:
+    """Returns what `body` returns on each rank, or raises an error that shows all ranks.
+
+    With `has_kernels`, the stand-in can run kernels.
+    """
+
+    def rank_body(_: int) -> Any:
+        device = Device(kind, order="early")
+        if has_kernels and not device.is_card:
+            standin.lend_driver(device.module)
+        init_group("accl")
+        found = body(device)
+        dist.barrier()
+        dist.destroy_process_group()
+        return found
+
+    outcomes = run_ranks(rank_body, ranks, init=False, deadline=90)
+    check(outcomes)
+    return [outcome.value for outcome in outcomes]
