@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch_accl import Options, _native, compression
 from torch_accl.compat import accl_process_group, ccl, cgx
-from torch_accl.compression import Compression, Reproducible, _auto, _state
+from torch_accl.compression import Compression, Reproducible, _auto, _residuals, _state
 from torch_accl.compression._futures import WorkOfSeveral, future_of
 from torch_accl.compression.extension import codecs_of, encoded, exact
 
@@ -229,6 +229,44 @@ def test_residuals_lie_where_gradients_are_encoded(rank, world, kernels, moves, 
     assert {str(residual.device) for residual in (*kept.contributions.values(), *kept.sums.values())} == {device}
     assert max(part.residuals.moves for plan in state._plans.values() for part in plan.parts) == moves
     check_no_faults(module, models=1)
+
+
+@on_ranks(2, fresh=True, init=False)
+def test_a_device_without_room_for_residuals_leaves_them_and_the_encoding_to_the_host(rank, world, monkeypatch):
+    start(rank, route="kernels")
+    zeros = torch.zeros
+
+    def full(*shape, **options):
+        if torch.device(options.get("device", "cpu")).type == "standin":
+            raise torch.OutOfMemoryError("the device is full")
+        return zeros(*shape, **options)
+
+    def program(device):
+        model, state = compressed(device)
+        monkeypatch.setattr(torch, "zeros", full)
+        parameters = train(model, rank, device, range(3))
+        monkeypatch.setattr(torch, "zeros", zeros)
+        return {"parameters": parameters, **residuals_of(state), **figures_of(state)}
+
+    check_alike(program)
+
+
+@on_ranks(2, fresh=True, init=False)
+def test_residuals_of_a_failed_call_stay_because_kernels_may_still_write_to_them(rank, world):
+    start(rank, route="kernels")
+    model, state = compressed("standin")
+    train(model, rank, "standin", range(2))
+    dist.barrier()
+    if rank == 0:
+        # The second launch of a call fails, and the first one is in flight.
+        ctypes.CDLL(str(standin.build_driver())).accl_standin_fail(b"cuLaunchKernel", 1, 719)
+    with pytest.raises(RuntimeError, match="cuLaunchKernel failed"):
+        train(model, rank, "standin", range(2, 3))
+    kept = {residual.data_ptr() for residual in state._residual_store.contributions.values()}
+    del model, state
+    gc.collect()
+    lost = _residuals._LOST.values()
+    assert lost and {residual.data_ptr() for residual in lost} & kept
 
 
 @on_ranks(2, fresh=True, init=False)

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from support import init_group, on_ranks, standin
 from support.training import contribution
-from torch_accl import compression
+from torch_accl import _native, compression
+from torch_accl.compression.extension import codecs_of, encoded
 
 ORDERS = pytest.mark.parametrize("order", standin.ORDERS)
 
@@ -151,3 +152,25 @@ def test_kernels_that_give_other_bytes_than_the_cpu_are_not_used(rank, world):
     again = quantized("standin", "maxmin:4", torch.float32, False)
     assert standin.driver_counts(WRONG).calls == before, "a kernel ran"
     assert all(one.equal(other) for one, other in zip(host, again, strict=True))
+
+
+@ORDERS
+@on_ranks(2, fresh=True, init=False, env=NOT_EAGER)
+def test_launches_beyond_the_memory_for_figures_wait_for_others(rank, world, order):
+    """A launch measures one tensor, and 127 launches have memory for their figures."""
+    start(rank, order)
+    count = 300
+
+    def program(device):
+        tensors = [contribution(rank, 500, seed=number).to(device) for number in range(count)]
+        stats = _native.ErrorStats(count)
+        codecs = codecs_of(tuple(("maxmin:4,bucket=64",) * 3 + (number,) for number in range(count)))
+        for step in range(2):
+            with encoded(codecs, 1, step, None, stats, 4):
+                dist.group.WORLD.allreduce_coalesced(tensors).wait()
+        rows = [(row.calls, row.compared, row.error, row.square) for row in stats.read()]
+        return torch.cat([tensor.cpu() for tensor in tensors]), rows
+
+    (host, figures), (there, ours) = program("cpu"), program("standin")
+    assert standin.driver_counts().calls > 0, "no kernel ran"
+    assert torch.equal(host, there) and figures == ours

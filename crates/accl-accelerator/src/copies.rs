@@ -71,8 +71,8 @@ pub(crate) struct Issued {
     pub(crate) failure: Option<Error>,
     /// Whether copies were enqueued behind which no event could be recorded.
     pub(crate) has_unknown: bool,
-    /// Whether copies are ready, and the streams do not take them yet.
-    pub(crate) awaits_stream: bool,
+    /// Whether work is ready that cannot be enqueued yet: the streams do not take it, or memory for its figures is in use.
+    pub(crate) is_held_up: bool,
     /// Owner of the host memory.
     _keeps: Option<Arc<dyn Any + Send + Sync>>,
 }
@@ -105,14 +105,14 @@ impl Copier {
     }
 
     /// Enqueues copies up to number `ready`, and records events behind them. If the streams do not take copies yet, it
-    /// enqueues none, and [`Issued::awaits_stream`] is set.
+    /// enqueues none, and [`Issued::is_held_up`] is set.
     ///
     /// # Errors
     /// The error of the device. Copies may be in flight nevertheless, behind events that were recorded.
     pub(crate) fn issue(&mut self, copies: &[ExternalCopy], ready: usize, issued: &mut Issued) -> Result<()> {
         let mut streams = self.streams.lock();
         self.may_copy = self.may_copy || streams.may_copy(self.direction)?;
-        issued.awaits_stream = !self.may_copy && ready > issued.count;
+        issued.is_held_up = !self.may_copy && ready > issued.count;
         if !self.may_copy {
             return Ok(());
         }

@@ -82,7 +82,7 @@ impl Figures {
     /// Returns a slot whose counters are zeros; `None` if one becomes free later.
     ///
     /// # Errors
-    /// `Exhausted` if none becomes free.
+    /// `Exhausted` if none becomes free. `Internal` before [`Figures::reserve`].
     pub(crate) fn take(&self) -> Result<Option<Slot>> {
         let mut block = self.block.lock();
         let block = block.as_mut().ok_or_else(|| Error::internal("no memory was reserved for figures"))?;
@@ -117,9 +117,7 @@ impl Figures {
     }
 
     /// Gives up a slot whose launch may run for ever.
-    pub(crate) fn lose(&self, slot: Slot) {
-        // Nothing else has its address.
-        let Slot(_) = slot;
+    pub(crate) fn lose(&self, _: Slot) {
         if let Some(block) = self.block.lock().as_mut() {
             block.used -= 1;
         }

@@ -49,7 +49,7 @@ pub(crate) struct TileLauncher {
 /// Figures that a launch in flight writes.
 #[derive(Debug)]
 struct Measured {
-    /// Number of tiles after whose report the figures are final.
+    /// The figures are final once this many tiles are made.
     ready: usize,
     slot: Slot,
     /// Runs of the launch, with the number of tiles of each whose squares are measured.
@@ -88,7 +88,7 @@ impl TileLauncher {
     }
 
     /// Enqueues kernels for the tiles up to number `ready`, and records an event behind each launch. Until the call's stream has
-    /// come to the call it enqueues none, and [`Issued::awaits_stream`] is set: a kernel that waits in the side stream would hold up
+    /// come to the call it enqueues none, and [`Issued::is_held_up`] is set: a kernel that waits in the side stream would hold up
     /// other calls. It is also set while no memory for figures is free.
     ///
     /// # Errors
@@ -98,7 +98,7 @@ impl TileLauncher {
         let mut streams = streams.lock();
         let may_launch = self.may_launch.load(Ordering::Relaxed) || streams.may_copy(Direction::Out)?;
         self.may_launch.store(may_launch, Ordering::Relaxed);
-        issued.awaits_stream = !may_launch && ready > issued.count;
+        issued.is_held_up = !may_launch && ready > issued.count;
         if !may_launch {
             return Ok(());
         }
@@ -107,7 +107,7 @@ impl TileLauncher {
             let mut outputs = FigureOutputs::default();
             if combination.is_measured() {
                 let Some(slot) = self.figures.take()? else {
-                    issued.awaits_stream = true;
+                    issued.is_held_up = true;
                     break;
                 };
                 outputs = FigureOutputs { counters: slot.counters(), squares: slot.squares() };
@@ -193,8 +193,6 @@ fn enqueue(
 #[derive(Default)]
 pub(crate) struct Batch<'a> {
     parts: Vec<RunPart<'a>>,
-    /// Index of the first run.
-    first_run: usize,
     /// Index behind the last tile in the combination.
     end: u32,
     /// Number of elements.
@@ -204,13 +202,11 @@ pub(crate) struct Batch<'a> {
 }
 
 impl Batch<'_> {
-    /// Returns the runs of the batch, with the number of tiles of each whose squares are measured.
+    /// Returns the runs of the parts, with the number of tiles of each part whose squares are measured.
     fn measured_runs(&self) -> Vec<(usize, usize)> {
         let is_measured = |part: &RunPart<'_>| part.run.residual.is_some_and(|residual| residual.is_measured);
-        let of_part = |(index, part): (usize, &RunPart<'_>)| {
-            (self.first_run + index, if is_measured(part) { part.tiles as usize } else { 0 })
-        };
-        self.parts.iter().enumerate().map(of_part).collect()
+        let of_part = |part: &RunPart<'_>| (part.number, if is_measured(part) { part.tiles as usize } else { 0 });
+        self.parts.iter().map(of_part).collect()
     }
 }
 
@@ -218,6 +214,8 @@ impl Batch<'_> {
 #[derive(Clone, Copy)]
 struct RunPart<'a> {
     run: &'a TileRun,
+    /// Index of the run in the combination. A batch may have several parts of one run.
+    number: usize,
     /// Index of the first tile in the run.
     tile: u64,
     /// Number of elements, and of tiles.
@@ -249,11 +247,11 @@ pub(crate) fn batches(combination: &ExternalCombination, tiles: Range<u32>) -> V
                 batch.parts.len() < CAPACITY && fits && is_alike
             };
             if batches.last_mut().filter(fits).is_none() {
-                batches.push(Batch { first_run: number, ..Batch::default() });
+                batches.push(Batch::default());
             }
             if let Some(batch) = batches.last_mut() {
                 let (first_sum, first_tile) = (batch.elems, batch.tiles);
-                batch.parts.push(RunPart { run, tile, elems, tiles: count, first_sum, first_tile });
+                batch.parts.push(RunPart { run, number, tile, elems, tiles: count, first_sum, first_tile });
                 (batch.elems, batch.tiles) = (batch.elems + elems, batch.tiles + count);
                 batch.end = run.tiles.start + (tile + count) as u32;
             }
@@ -454,5 +452,44 @@ impl Launches<'_> {
         let keeps_zeros = first.run.residual.is_some_and(|residual| residual.skips_zeros);
         let options = Options { counters: self.figures.counters, divisor: first.run.divisor, keeps_zeros };
         enqueue(self.kernels, self.target, codec, kernel, &spans, &options)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use accl_engine::codec::{RngKey, parse};
+
+    use super::*;
+
+    /// With buckets of 512, a tile of float32 has 15,872 elements, and the last tile of 2^21 elements is shorter. The batch has room
+    /// for it, but not for one more whole tile.
+    #[test]
+    fn figures_of_two_parts_of_one_run_in_a_batch_belong_to_this_run() {
+        let codec = parse("maxmin:4,bucket=512").unwrap();
+        let run = |first: u32, elems: u64| {
+            let tiles = first..first + elems.div_ceil(15_872) as u32;
+            let address = std::ptr::without_provenance_mut(64);
+            TileRun {
+                tiles,
+                piece: 0,
+                elems,
+                tile_elems: 15_872,
+                first: 0,
+                operands: [TileOperand::Values(address)].into_iter().collect(),
+                code: Some(TileCode { address, stride: 64, codec: codec.clone() }),
+                values: None,
+                residual: Some(TileResidual { address, skips_zeros: false, is_measured: true }),
+                divisor: None,
+                rng_key: RngKey::keyed(&[1]),
+            }
+        };
+        let runs = vec![run(0, 1 << 21), run(133, 100), run(134, (1 << 21) + 15_873)];
+        let combination = ExternalCombination::new(Dtype::F32, runs, true);
+        let batches = batches(&combination, 0..combination.tiles());
+        assert!(batches[0].parts.len() == 2 && batches[0].elems == 1 << 21, "the batch is full");
+        let mut tiles = [0; 3];
+        batches.iter().flat_map(Batch::measured_runs).for_each(|(run, count)| tiles[run] += count);
+        let expected: Vec<usize> = combination.runs.iter().map(|run| run.tiles.len()).collect();
+        assert_eq!(tiles.to_vec(), expected);
     }
 }

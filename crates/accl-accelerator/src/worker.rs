@@ -68,8 +68,12 @@ struct Inbox {
     /// Streams of calls that are over, for the thread to drop.
     over: Vec<SharedStreams>,
     thread: Option<JoinHandle<()>>,
-    is_closed: bool,
+    /// Why no new job is followed; `None` while jobs are.
+    closed: Option<&'static str>,
 }
+
+/// Reason of calls that fail because the process exits.
+const EXITS: &str = "the process exits";
 
 impl std::fmt::Debug for Inbox {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -90,9 +94,9 @@ impl Follower {
     /// Follows copies. Does not block. If there is no thread, their call fails.
     pub(crate) fn follow(self: &Arc<Self>, job: Job) {
         let mut inbox = self.inbox.lock();
-        if inbox.is_closed {
+        if let Some(why) = inbox.closed {
             drop(inbox);
-            return refuse(job, "the process exits");
+            return refuse(job, why);
         }
         if inbox.thread.is_none() {
             let me = self.clone();
@@ -141,19 +145,20 @@ impl Follower {
     pub(crate) fn close(&self) {
         let thread = {
             let mut inbox = self.inbox.lock();
-            inbox.is_closed = true;
+            inbox.closed = Some(EXITS);
             inbox.thread.take()
         };
         let Some(thread) = thread else { return };
         self.is_woken.store(true, Ordering::Release);
         thread.thread().unpark();
-        // A thread that has panicked has dropped its tasks, and their calls have failed.
+        // A thread that has panicked has failed its calls.
         let _ = thread.join();
     }
 
     fn run(&self) {
         self.pinned.enter_thread();
-        let mut jobs: Vec<Job> = Vec::new();
+        let mut followed = Followed { follower: self, jobs: Vec::new() };
+        let jobs = &mut followed.jobs;
         let mut last = Instant::now();
         loop {
             let is_woken = self.is_woken.swap(false, Ordering::Acquire);
@@ -161,7 +166,7 @@ impl Follower {
                 let mut inbox = self.inbox.lock();
                 jobs.append(&mut inbox.jobs);
                 let over = std::mem::take(&mut inbox.over);
-                if inbox.is_closed {
+                if inbox.closed.is_some() {
                     break;
                 }
                 drop(inbox);
@@ -169,22 +174,37 @@ impl Follower {
             }
             self.polls.fetch_add(1, Ordering::Relaxed);
             let mut has_moved = is_woken;
-            jobs = jobs.into_iter().filter_map(|job| job.turn(&mut has_moved)).collect();
+            jobs.extract_if(.., |job| job.turn(&mut has_moved)).for_each(Job::end);
             if is_woken {
                 self.pinned.free_excess();
             }
             if has_moved {
                 last = Instant::now();
-            } else if jobs.iter().all(|job| job.issued.events.is_empty() && !job.issued.awaits_stream) {
+            } else if jobs.iter().all(|job| job.issued.events.is_empty() && !job.issued.is_held_up) {
                 // Nothing can happen by itself.
                 std::thread::park();
             } else {
                 pause(last.elapsed());
             }
         }
-        for job in jobs {
-            refuse(job, "the process exits");
-        }
+    }
+}
+
+/// The jobs that the thread follows. When it ends, also by a panic, calls fail, and memory of copies in flight stays.
+struct Followed<'a> {
+    follower: &'a Follower,
+    jobs: Vec<Job>,
+}
+
+impl Drop for Followed<'_> {
+    fn drop(&mut self) {
+        let why = if std::thread::panicking() { "the thread that follows them has panicked" } else { EXITS };
+        let late = {
+            let mut inbox = self.follower.inbox.lock();
+            inbox.closed.get_or_insert(why);
+            std::mem::take(&mut inbox.jobs)
+        };
+        self.jobs.drain(..).chain(late).for_each(|job| refuse(job, why));
     }
 }
 
@@ -215,20 +235,13 @@ fn refuse(job: Job, why: &str) {
 }
 
 impl Job {
-    /// Reports copies that have been made, and enqueues copies that are ready. Returns the job unless it is over.
-    fn turn(mut self, has_moved: &mut bool) -> Option<Self> {
+    /// Reports copies that have been made, and enqueues copies that are ready. Returns whether the job is over.
+    fn turn(&mut self, has_moved: &mut bool) -> bool {
         let before = (self.issued.count, self.issued.events.len());
         let made = self.take_events();
         let Some(task) = &self.task else {
             *has_moved |= self.issued.events.len() != before.1;
-            if !self.issued.events.is_empty() {
-                return Some(self);
-            }
-            if self.issued.has_unknown {
-                // No event shows when these copies have been made, so their memory stays.
-                std::mem::forget(self.issued);
-            }
-            return None;
+            return self.issued.events.is_empty();
         };
         if let Some(made) = made {
             if let (Issuer::Tiles(launcher), Some(combination)) = (&mut self.issuer, task.combination()) {
@@ -242,23 +255,27 @@ impl Job {
         }
         *has_moved |= before != (self.issued.count, self.issued.events.len());
         let is_over = self.issued.failure.is_some() || task.is_cancelled() || task.made_copies() == task.units();
-        if !is_over || !self.issued.events.is_empty() {
-            return Some(self);
+        let is_over = is_over && self.issued.events.is_empty();
+        *has_moved |= is_over;
+        is_over
+    }
+
+    /// Gives the task of a job back that is over.
+    fn end(self) {
+        let Self { task, issuer, mut issued } = self;
+        match issuer {
+            Issuer::Tiles(launcher) => launcher.end(issued.has_unknown),
+            Issuer::Copies(copier) => drop(copier),
         }
-        *has_moved = true;
-        let Self { task, issuer, issued: Issued { failure, has_unknown, .. } } = self;
-        if let Issuer::Tiles(launcher) = issuer {
-            launcher.end(has_unknown);
+        match (task, issued.failure.take()) {
+            // No event shows when these copies have been made, so their memory stays.
+            (None, _) if issued.has_unknown => std::mem::forget(issued),
+            (None, _) => {}
+            (Some(task), Some(error)) if issued.has_unknown => task.abandon(error),
+            (Some(task), Some(error)) => task.fail_with(error),
+            (Some(task), None) if task.is_cancelled() => drop(task),
+            (Some(task), None) => task.done(),
         }
-        let task = task?;
-        match failure {
-            // No event shows when these copies have been made.
-            Some(error) if has_unknown => task.abandon(error),
-            Some(error) => task.fail_with(error),
-            None if task.is_cancelled() => drop(task),
-            None => task.done(),
-        }
-        None
     }
 
     /// Takes the events that have come. Returns the number of copies that they end.

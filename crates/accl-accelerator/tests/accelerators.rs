@@ -33,6 +33,8 @@ enum When {
     Unrecorded,
     /// Events in this direction report that the device has failed.
     Broken(Direction),
+    /// Events have a defect.
+    Panics,
 }
 
 /// A stand-in for an accelerator and its streams.
@@ -163,13 +165,14 @@ impl StreamEvent for Event {
             IS_PREPARED.get(),
             "the follower's thread prepares itself before it asks, no other does"
         );
+        assert!(self.device.when != When::Panics, "a defect in the code that follows copies");
         if self.device.when == When::Broken(self.direction) {
             return Err(Error::device("an illegal address was accessed"));
         }
         let is_held = match self.device.when {
             When::Held => true,
             When::HeldOut => self.direction == Direction::Out,
-            When::Early | When::Late | When::Refused(_) | When::Unrecorded | When::Broken(_) => false,
+            When::Early | When::Late | When::Refused(_) | When::Unrecorded | When::Broken(_) | When::Panics => false,
         };
         if is_held && !self.device.is_released() {
             return Ok(false);
@@ -599,6 +602,24 @@ fn memory_of_copies_whose_end_no_event_shows_is_not_used_again() {
     });
     accelerators.close();
     assert!(accelerators.pinned().used_bytes > 0, "the next call would get this memory");
+}
+
+#[test]
+fn a_panic_of_the_thread_fails_calls_and_keeps_the_memory_of_copies_in_flight() {
+    let accelerators = accelerators();
+    World::new(options(1, Fabric::Loopback(4))).run("g", |member| {
+        for panics in [true, false] {
+            let device = Device::new(if panics { When::Panics } else { When::Late });
+            // Leaked on purpose: the copy may still read it.
+            let data = Box::leak(values(5, 1000).into_boxed_slice());
+            let desc = on_device(message(data, Collective::Send, 0), &accelerators, &device);
+            let call = member.group.submit(desc);
+            let error = call.and_then(|call| finish(&call)).unwrap_err().to_string();
+            assert!(error.contains("may still be in flight: the thread that follows them has panicked"), "{error}");
+            assert!(accelerators.pinned().used_bytes > 0, "the next call would get this memory");
+        }
+    });
+    accelerators.close();
 }
 
 #[test]

@@ -10,15 +10,20 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from ._scope import CPU, Addresses
 
-__all__ = ["ResidualStore", "ResidualsOfCall", "TensorResiduals"]
+__all__ = ["ResidualStore", "ResidualsOfCall", "TensorResiduals", "let_go"]
 
-# Calls of one kind that the host has to encode although their residuals are on a device. Afterwards residuals stay in host memory.
+# After the host has had to encode this many calls of one kind although their residuals were on a device, it places the residuals
+# of these calls in host memory.
 _MOST_MOVES = 3
+
+# Residuals of calls that have failed, by identity: kernels may still write to their memory.
+_LOST: dict[int, torch.Tensor] = {}
 
 
 @dataclass
@@ -36,8 +41,7 @@ class ResidualsOfCall:
 
     tensors: tuple[TensorResiduals, ...]
     blocks: int
-    # Tensors that own the memory, and its addresses: of contributions, and of sums.
-    owners: tuple[torch.Tensor, ...] = ()
+    # Of contributions, and of sums.
     addresses: Addresses = field(default_factory=lambda: ([], []))
     # Where they lie, and the state of the store that they were taken from.
     device: torch.device | None = None
@@ -106,7 +110,14 @@ class ResidualStore:
         """
         count = len(gradients)
         device = gradients[0].device if gradients and call.moves < _MOST_MOVES else CPU
-        self._place(call, device)
+        try:
+            self._place(call, device)
+        except torch.OutOfMemoryError:
+            if device == CPU:
+                raise
+            # The device has no room for residuals, but the host can encode.
+            call.moves, device = _MOST_MOVES, CPU
+            self._place(call, device)
         addresses = _of_used(call.addresses, unused, count)
         if device == CPU:
             return addresses, None
@@ -122,27 +133,28 @@ class ResidualStore:
 
         return addresses, to_host
 
+    def owners(self, call: ResidualsOfCall) -> tuple[torch.Tensor, ...]:
+        """Returns the tensors that own the memory of a call that was just issued."""
+        names = [tensor.name for tensor in call.tensors if tensor.name is not None]
+        return tuple(of[name] for of in (self.contributions, self.sums) for name in names if name in of)
+
     def _place(self, call: ResidualsOfCall, device: torch.device) -> None:
         """Moves the residuals of a call to a device, and sets their addresses."""
         if (call.version, call.device) == (self._version, device):
             return
         rows: list[list[int]] = []
         sums: list[int] = []
-        owners: list[torch.Tensor] = []
         for tensor in call.tensors:
             row, of_sum = [0] * call.blocks, 0
             if tensor.name is not None:
                 residual = self._kept(self.contributions, tensor.name, call.blocks, tensor.elements, device)
-                owners.append(residual)
                 row = [block.data_ptr() for block in residual]
                 if tensor.has_sum:
-                    residual = self._kept(self.sums, tensor.name, 1, tensor.elements, device)
-                    owners.append(residual)
-                    of_sum = residual.data_ptr()
+                    of_sum = self._kept(self.sums, tensor.name, 1, tensor.elements, device).data_ptr()
             rows.append(row)
             sums.append(of_sum)
         call.addresses = [row[block] for block in range(call.blocks) for row in rows], sums
-        call.owners, call.device, call.version = tuple(owners), device, self._version
+        call.device, call.version = device, self._version
 
     def _kept(
         self, residuals: dict[str, torch.Tensor], name: str, blocks: int, elements: int, device: torch.device
@@ -156,6 +168,17 @@ class ResidualStore:
             residual = residuals[name] = residual.to(device)
             self._version += 1
         return residual
+
+
+def let_go(owners: tuple[torch.Tensor, ...], done: torch.futures.Future[Any] | None) -> None:
+    """Ends the use of residuals by a call. If it has failed (None, or a future with an error), memory of a device is never freed."""
+    try:
+        if done is not None:
+            done.value()
+            return
+    except Exception:
+        pass
+    _LOST.update({id(owner): owner for owner in owners if owner.device != CPU})
 
 
 def _check_shape(residual: torch.Tensor, name: str, blocks: int, elements: int) -> None:

@@ -119,7 +119,7 @@ def _known_choice(choice: Mapping[str, Any]) -> Choice:
 
 
 def _pairs(residuals: Residuals) -> tuple[tuple[str, torch.Tensor], ...]:
-    return tuple((name, residual.clone()) for name, residual in residuals.items())
+    return tuple((name, residual.to("cpu", copy=True)) for name, residual in residuals.items())
 
 
 def _as_written_to(pairs: Any) -> Residuals:

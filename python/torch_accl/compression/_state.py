@@ -26,7 +26,7 @@ from ._measures import Measures, Totals, table
 from ._of_group import OfGroup, group_of
 from ._optimizers import watch_for_adam
 from ._plans import Part, Plan, plan_of
-from ._residuals import ResidualsOfCall, ResidualStore, TensorResiduals
+from ._residuals import ResidualsOfCall, ResidualStore, TensorResiduals, let_go
 from ._saved import Saved
 from ._scope import FLOATS, Op, codec_of_group, encoded, exact
 from ._settings import AUTO, RAW, Codec, Compression, tensor_id
@@ -231,7 +231,6 @@ class CompressionState(OfGroup):
 
         Each rank saves its own dict, or `torch.distributed.checkpoint` saves the dicts of all ranks.
         """
-        residuals, residuals_of_sums = self._residual_store.copies()
         return Saved(
             world=self.world,
             step=self.step,
@@ -239,8 +238,8 @@ class CompressionState(OfGroup):
             decided=self._decided,
             choices=self._choices,
             scale=self._scale,
-            residuals=residuals,
-            residuals_of_sums=residuals_of_sums,
+            residuals=self._residual_store.contributions,
+            residuals_of_sums=self._residual_store.sums,
             rank=self.rank,
         ).written()
 
@@ -406,8 +405,13 @@ class CompressionState(OfGroup):
                 if part.residuals is not None:
                     given = gradients[part.tensors]
                     addresses, to_host = self._residual_store.of_call(part.residuals, given, zeros_among(given))
-                with encoded(part.codecs, compression.seed, step, addresses, part.stats, one_in, to_host):
-                    work = call(part, True)
+                try:
+                    with encoded(part.codecs, compression.seed, step, addresses, part.stats, one_in, to_host):
+                        work = call(part, True)
+                except BaseException:
+                    if part.residuals is not None:
+                        let_go(self._residual_store.owners(part.residuals), None)
+                    raise
             else:
                 with exact():
                     work = call(part, False)
@@ -416,7 +420,8 @@ class CompressionState(OfGroup):
                 if is_encoded and part.residuals is not None:
                     # The callback keeps the residuals alive until the future completes, even if the state is released meanwhile.
                     # If results are copied to an accelerator, only these copies are left then, and they do not use residuals.
-                    work.get_future().then(partial(_let_go, part.residuals.owners))
+                    owners = self._residual_store.owners(part.residuals)
+                    work.get_future().then(partial(let_go, owners))
         return works
 
     def next_call(self, module: str) -> int:
@@ -579,10 +584,6 @@ def _add_figures(figures: dict[str, _Figures], plan: Plan) -> None:
 def _device_of_gradient(parameter: torch.Tensor) -> torch.device:
     """Returns the device on which a gradient is reduced: offloaded parameters of FSDP2 are on another one."""
     return torch.device(parameter.device_mesh.device_type) if isinstance(parameter, DTensor) else parameter.device
-
-
-def _let_go(residuals: tuple[torch.Tensor, ...], done: object) -> None:
-    """Does nothing; its arguments keep the residuals alive until a call completes."""
 
 
 def _warn_of_world(before: int, now: int) -> None:

@@ -83,7 +83,7 @@ impl Compute {
         self.buffers.begin_combine(combination, wake)
     }
 
-    /// Adds what a worker has counted to the measurements of the call.
+    /// Adds the figures of a worker to the measurements of the call.
     pub(crate) fn add_measurements(&mut self, combination: &ExternalCombination) {
         if let Some(coder) = &mut self.coder {
             coder.add_measurements(combination);

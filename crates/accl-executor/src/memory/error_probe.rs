@@ -21,11 +21,14 @@ use super::buffers::Buffers;
 use super::storage::Storage;
 use crate::call::{
     Blocks, CallDesc, Codecs, CodedSample, Encoded, Encoding, ExternalCombination, Figures, Gather, Keeps, Measured,
-    Measurement, Probe, SampleCopies, SampleCopy, Squares, Staging, Statistics, TensorDesc,
+    Measurement, Probe, SampleCopies, SampleCopy, Squares, Statistics, TensorDesc,
 };
 
 /// Maximum elements of a run.
 pub(super) const RUN: u64 = 256;
+
+/// Alignment of a block's memory: a cache line.
+const ALIGN: usize = 64;
 
 /// Length and start of a run are multiples of this number of elements.
 const GRAIN: u64 = 8;
@@ -60,28 +63,44 @@ unsafe impl Sync for Sample {}
 
 /// Memory of the additional tensor, for all blocks. With a worker, its staging lends the memory.
 struct Rooms {
-    lends: Option<Arc<dyn Staging>>,
+    _memory: Storage,
+    next: *mut u8,
+    /// Bytes of a block.
     len_bytes: usize,
-    memory: Vec<Storage>,
+    /// Number of blocks that have no memory yet.
+    left: usize,
 }
 
+// SAFETY: the address belongs to the memory, and only the owner of `Rooms` passes it on.
+unsafe impl Send for Rooms {}
+
+// SAFETY: a shared reference gives access to nothing.
+unsafe impl Sync for Rooms {}
+
 impl Rooms {
-    fn new(desc: &CallDesc, len_bytes: usize) -> Result<Self> {
-        let lends = desc.staging.clone().filter(|_| desc.tensor_coder.is_some());
-        Ok(Self { lends, len_bytes, memory: Vec::new() })
+    /// Returns memory of zeros for `blocks` blocks. Not all bytes of a block are written before it is sent.
+    fn new(desc: &CallDesc, len_bytes: usize, blocks: usize) -> Result<Self> {
+        let len_bytes = len_bytes.next_multiple_of(ALIGN);
+        let total = len_bytes * blocks;
+        let mut memory = match desc.staging.as_ref().filter(|_| desc.tensor_coder.is_some()) {
+            None => Storage::new(total)?,
+            Some(staging) => {
+                let none = || Error::exhausted(format!("no memory is lent for a sample of {total} bytes"));
+                Storage::lent(staging.lend(total)?.ok_or_else(none)?)
+            }
+        };
+        let next = memory.ptr();
+        // SAFETY: the memory has these bytes, and nothing else uses them yet.
+        unsafe { next.write_bytes(0, total) };
+        Ok(Self { _memory: memory, next, len_bytes, left: blocks })
     }
 
-    /// Returns the address of memory for one more block.
+    /// Returns the address of the memory of one more block.
     fn next(&mut self) -> Result<*mut u8> {
-        let mut storage = match &self.lends {
-            None => Storage::new(self.len_bytes)?,
-            Some(staging) => Storage::lent(staging.lend(self.len_bytes)?.ok_or_else(|| {
-                Error::exhausted(format!("no memory is lent for a sample of {} bytes", self.len_bytes))
-            })?),
-        };
-        let address = storage.ptr();
-        self.memory.push(storage);
-        Ok(address)
+        self.left =
+            self.left.checked_sub(1).ok_or_else(|| Error::internal("a sample has more blocks than were counted"))?;
+        let next = self.next.wrapping_add(self.len_bytes);
+        Ok(std::mem::replace(&mut self.next, next))
     }
 }
 
@@ -102,7 +121,7 @@ impl Sample {
         if sampled(desc, encoding).is_some() { encoding.codecs.with_raw_tensor() } else { Ok(encoding.codecs.clone()) }
     }
 
-    /// Adds the additional tensor to a call. If a worker computes the combinations, it also copies the sampled elements.
+    /// Adds the additional tensor to a call. If a worker computes the combinations, the call also says which elements it copies.
     /// Returns `None` if the call gets none; all ranks decide this equally.
     ///
     /// # Errors
@@ -110,7 +129,10 @@ impl Sample {
     pub fn with_call(desc: &CallDesc, encoding: &Encoding) -> Result<Option<(CallDesc, Self)>> {
         let Some((run, picks)) = picks(desc, encoding) else { return Ok(None) };
         let (elems, dtype) = (picks.len() * run as usize, desc.dtype);
-        let mut rooms = Rooms::new(desc, elems * dtype.size_bytes())?;
+        // With a worker, sampled results have memory, too.
+        let found = if desc.tensor_coder.is_some() { desc.outputs.len() } else { 0 };
+        let blocks = desc.inputs.len() + desc.outputs.len() + found;
+        let mut rooms = Rooms::new(desc, elems * dtype.size_bytes(), blocks)?;
         let mut room = || Ok(TensorDesc::dense(rooms.next()?, dtype, Elems(elems as u64)));
         let outputs: Vec<TensorDesc> = desc.outputs.iter().map(|_| room()).collect::<Result<_>>()?;
         // This rank's block may be reduced in place; the additional tensor then is reduced in place as well.

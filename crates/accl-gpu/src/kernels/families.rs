@@ -39,7 +39,7 @@ const MOST_ROWS: u32 = 4;
 impl Shape {
     /// Shape of kernels that handle groups of eight elements independently of each other.
     pub(super) const SUMS: Shape = Shape { threads: THREADS, part: 2 * THREADS * EIGHT };
-    /// Shape of kernels in which a warp has a tile, as long as it may be.
+    /// Shape of kernels in which each warp handles a whole tile, of any length.
     pub(super) const TILES: Shape = Shape { threads: WARP, part: 1 << 31 };
 }
 
