@@ -5,6 +5,8 @@ kernels, and everything between a call and them, without a GPU.
 """
 
 import ctypes
+import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -87,11 +89,37 @@ def test_ranks_on_the_host_and_on_a_gpu_join_one_call(rank, world):
 def test_results_follow_the_work_of_the_current_stream(rank, world):
     module = start(rank, "late")
     tensor = torch.zeros(300_000, device="standin")
+    # The first call waits for the device, to load kernels.
+    compression.all_reduce_quantized(tensor, compression="maxmin:8")
     module.compute(20)
     tensor.fill_(float(rank + 1))
     compression.all_reduce_quantized(tensor, compression="maxmin:8")
     tensor.mul_(2)
     assert tensor.cpu().eq(6).all()
+
+
+@on_ranks(2, fresh=True, init=False, env=NOT_EAGER)
+@pytest.mark.parametrize("order", ["late", "random"])
+def test_kernels_behind_a_blocked_stream_do_not_hold_up_the_call_that_ends_the_block(rank, world, order):
+    start(rank, order, timeout=timedelta(seconds=20))
+    store = dist.distributed_c10d._get_default_store()
+    tensor, result = torch.full((100_000,), float(rank + 1), device="standin"), torch.zeros(100_000, device="standin")
+    named = {"compression": "maxmin:8", "async_op": True}
+    compression.all_reduce_quantized(tensor.clone(), compression="maxmin:8")
+    dist.barrier()
+    if rank == 1:
+        store.wait(["blocked"])
+    work = compression.all_reduce_quantized(tensor, **named)
+    work.block_current_stream()
+    result.copy_(tensor)
+    second = compression.all_reduce_quantized(result, **named)
+    if rank == 0:
+        # The kernels of the second call are due, and its stream is blocked until the other rank joins the first call.
+        time.sleep(0.2)
+        assert not torch.accelerator.current_stream().query()
+        store.set("blocked", "")
+    second.wait()
+    assert tensor.cpu().eq(3).all() and result.cpu().eq(6).all()
 
 
 @on_ranks(2, fresh=True, init=False, env=NOT_EAGER)
@@ -162,15 +190,19 @@ def test_launches_beyond_the_memory_for_figures_wait_for_others(rank, world, ord
     count = 300
 
     def program(device):
-        tensors = [contribution(rank, 500, seed=number).to(device) for number in range(count)]
+        tensors = [contribution(rank, 500, seed=number) for number in range(count)]
+        for tensor in tensors:
+            tensor[7] = float("nan")
+        tensors = [tensor.to(device) for tensor in tensors]
         stats = _native.ErrorStats(count)
         codecs = codecs_of(tuple(("maxmin:4,bucket=64",) * 3 + (number,) for number in range(count)))
         for step in range(2):
             with encoded(codecs, 1, step, None, stats, 4):
                 dist.group.WORLD.allreduce_coalesced(tensors).wait()
-        rows = [(row.calls, row.compared, row.error, row.square) for row in stats.read()]
+        rows = [(row.calls, row.compared, row.error, row.square, row.not_finite) for row in stats.read()]
         return torch.cat([tensor.cpu() for tensor in tensors]), rows
 
     (host, figures), (there, ours) = program("cpu"), program("standin")
     assert standin.driver_counts().calls > 0, "no kernel ran"
-    assert torch.equal(host, there) and figures == ours
+    assert host.view(torch.int32).equal(there.view(torch.int32)) and figures == ours
+    assert max(row[-1] for row in figures) > 0

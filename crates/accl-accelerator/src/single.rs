@@ -72,7 +72,7 @@ impl SingleKernels {
     /// # Errors
     /// `Device` as for [`Gpu::open`] and [`Gpu::load`]. `Unsupported` if there are no kernels for the codec and the dtype.
     pub fn load(device: &GpuDevice, codec: Arc<dyn Codec>, dtype: Dtype) -> Result<Self> {
-        let none = || Error::unsupported(format!("there are no kernels of {codec:?} for {dtype}"));
+        let none = || Error::unsupported(format!("no kernel encodes {dtype} by {codec:?}"));
         let set = KernelSet::of_codec(codec.summary(), dtype).ok_or_else(none)?;
         let gpu = match &device.libraries {
             Some(libraries) => Gpu::open_apart(device.vendor, device.ordinal, libraries.clone())?,
