@@ -41,6 +41,12 @@ impl AllGpuCodecs {
             Some(libraries) => Gpu::open_apart(device.vendor, device.ordinal, libraries.clone()),
             None => Gpu::open(device.vendor, device.ordinal),
         };
+        let opened = opened.and_then(|gpu| match gpu.has_host_pointers() {
+            true => Ok(gpu),
+            false => {
+                Err(Error::unsupported(format!("{} has other addresses for pinned memory than the host", gpu.device())))
+            }
+        });
         let gpu = opened.inspect_err(warn).ok()?;
         let gpu = Arc::new(GpuCodecs { gpu, sets: Mutex::default(), rooms: Mutex::default() });
         *state = GpuState::Open(gpu.clone());

@@ -44,6 +44,8 @@ pub struct Counts {
     pub compiles: i64,
     /// Calls of the vendors' functions so far.
     pub calls: i64,
+    /// Launches of kernels so far.
+    pub launches: i64,
 }
 
 impl Counts {

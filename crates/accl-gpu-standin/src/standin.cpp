@@ -55,7 +55,6 @@ constexpr size_t kArena = size_t{64} << 20;
 constexpr size_t kAlign = 512;
 constexpr uint8_t kGarbage = 0xdb;
 constexpr int kMostThreads = 1024;
-constexpr int kMultiprocessors = 4;
 constexpr size_t kMostArguments = 4096;
 
 // Codes of the driver. HIP's are the same numbers.
@@ -118,7 +117,7 @@ struct Failures {
   std::string last;
 };
 Failures failures;
-std::atomic<int64_t> calls{0};
+std::atomic<int64_t> calls{0}, launches{0};
 
 // Returns the code with which a call fails; 0 for none.
 int drawn(const char *name) {
@@ -236,7 +235,7 @@ struct Context_ {
 Context_ contexts[kDevices] = {{0}, {1}};
 thread_local Context_ *current = nullptr;
 bool is_initialised = false;
-int driver_version = 13020, capability_major = 9, capability_minor = 0;
+int driver_version = 13020, capability_major = 9, capability_minor = 0, has_host_pointers = 1;
 
 // Returns the code with which a call on the current context fails; 0 for none.
 int without_context() {
@@ -386,6 +385,11 @@ EXPORT void accl_standin_version(int driver, int major, int minor) {
   capability_minor = minor;
 }
 
+EXPORT void accl_standin_host_pointers(int has_them) {
+  const Lock lock(lock_);
+  has_host_pointers = has_them;
+}
+
 EXPORT void accl_standin_count(accl_standin_counts *counts) {
   const Lock lock(lock_);
   *counts = {};
@@ -397,6 +401,7 @@ EXPORT void accl_standin_count(accl_standin_counts *counts) {
   counts->loads = loads;
   counts->compiles = compiles;
   counts->calls = calls;
+  counts->launches = launches;
 }
 
 EXPORT void *accl_standin_stream(int device) {
@@ -483,9 +488,9 @@ BOTH(cuDeviceGetName, hipDeviceGetName, (char *name, int bytes, int)) {
 
 static int attribute_of(int attribute, int *value) {
   switch (attribute) {
-    case 16:
-    case 63:
-      return *value = kMultiprocessors, kSuccess;
+    case 91:
+    case 4:
+      return *value = has_host_pointers, kSuccess;
     case 75:
       return *value = capability_major, kSuccess;
     case 76:
@@ -601,6 +606,7 @@ BOTH(cuLaunchKernel, hipModuleLaunchKernel,
   if (kernel->module->device != current->device) return kInvalidHandle;
   const bool is_line = gy == 1 && gz == 1 && by == 1 && bz == 1;
   if (gx == 0 || bx == 0 || bx > kMostThreads || !is_line || extra != nullptr) return kInvalidValue;
+  ++launches;
   const size_t bytes = kernel->module->argument_bytes;
   if (bytes > kMostArguments) return kInvalidValue;
   // Aligned like every structure.

@@ -45,6 +45,7 @@ struct accl_standin_counts {
   int64_t loads;     // of modules, so far
   int64_t compiles;  // of programs, so far
   int64_t calls;     // of functions of the vendors' interface, so far
+  int64_t launches;  // of kernels, so far
 };
 
 // Lends streams and memory. Null: the library's own.
@@ -58,6 +59,8 @@ void accl_standin_draw(uint64_t seed, unsigned per_million, int code);
 const char *accl_standin_failed(void);
 // Sets the version and the compute capability that the driver gives, such as 13020 and 9.0.
 void accl_standin_version(int driver, int major, int minor);
+// Sets whether devices reach pinned memory at the host's addresses.
+void accl_standin_host_pointers(int has_them);
 void accl_standin_count(struct accl_standin_counts *counts);
 
 // Streams and memory of the library's own. Device memory has no access rights outside of tasks.

@@ -93,7 +93,7 @@ fn kernels_are_compiled_loaded_and_launched_in_the_order_of_a_stream() {
         Ok(gpu) => gpu,
         Err(error) => return println!("skipped: {}", error.message),
     };
-    println!("{}: {}, {} multiprocessors", gpu.device(), gpu.title().unwrap(), gpu.multiprocessors());
+    println!("{}: {}, host pointers: {}", gpu.device(), gpu.title().unwrap(), gpu.has_host_pointers());
     // SAFETY: the driver is open already.
     let torch = Torch(unsafe { Library::new("libcuda.so.1") }.unwrap());
     torch.enter();

@@ -9,8 +9,8 @@ use std::sync::Arc;
 use accl_types::{Error, Result};
 
 use super::functions::{
-    ARCHITECTURE_BYTES, ARCHITECTURE_OFFSET, Attribute, CUDA_MAJOR, CUDA_MINOR, CUDA_MULTIPROCESSORS, Code,
-    DISABLE_TIMING, Device, Functions, HIP_MULTIPROCESSORS, Handle, MAX_THREADS, NOT_READY, PROPERTIES_BYTES,
+    ARCHITECTURE_BYTES, ARCHITECTURE_OFFSET, Attribute, CUDA_HOST_POINTERS, CUDA_MAJOR, CUDA_MINOR, Code,
+    DISABLE_TIMING, Device, Functions, HIP_HOST_POINTERS, Handle, MAX_THREADS, NOT_READY, PROPERTIES_BYTES,
 };
 use super::{Argument, DeviceMemory, Driver, Grid, HostMemory, Stream, life};
 use crate::library::{Function, Vendor};
@@ -70,13 +70,13 @@ impl Context {
         Ok(text_of(&name))
     }
 
-    /// Returns the number of multiprocessors.
-    pub(crate) fn multiprocessors(&self) -> Result<u32> {
+    /// Returns whether the device reaches pinned memory at the host's addresses.
+    pub(crate) fn has_host_pointers(&self) -> Result<bool> {
         let attribute = match self.driver.vendor {
-            Vendor::Cuda => CUDA_MULTIPROCESSORS,
-            Vendor::Hip => HIP_MULTIPROCESSORS,
+            Vendor::Cuda => CUDA_HOST_POINTERS,
+            Vendor::Hip => HIP_HOST_POINTERS,
         };
-        Ok(u32::try_from(self.attribute(attribute)?).unwrap_or_default().max(1))
+        Ok(self.attribute(attribute)? != 0)
     }
 
     /// Returns the major and minor compute capability of a device of CUDA.

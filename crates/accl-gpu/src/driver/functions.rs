@@ -69,9 +69,9 @@ pub(crate) const MAX_THREADS: FunctionAttribute = 0;
 /// Attributes of a device: its compute capability.
 pub(crate) const CUDA_MAJOR: Attribute = 75;
 pub(crate) const CUDA_MINOR: Attribute = 76;
-/// Attribute of a device, by row: its number of multiprocessors.
-pub(crate) const CUDA_MULTIPROCESSORS: Attribute = 16;
-pub(crate) const HIP_MULTIPROCESSORS: Attribute = 63;
+/// Attribute of a device, by row: whether it reaches pinned memory at the host's addresses.
+pub(crate) const CUDA_HOST_POINTERS: Attribute = 91;
+pub(crate) const HIP_HOST_POINTERS: Attribute = 4;
 
 functions! {
     both {

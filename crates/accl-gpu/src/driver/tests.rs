@@ -42,7 +42,7 @@ fn prototypes_and_numbers_are_those_of_cudas_header() {
          static_assert(CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK == {MAX_THREADS});\n\
          static_assert(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR == {CUDA_MAJOR});\n\
          static_assert(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR == {CUDA_MINOR});\n\
-         static_assert(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT == {CUDA_MULTIPROCESSORS});\n"
+         static_assert(CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM == {CUDA_HOST_POINTERS});\n"
     );
     check.run("CUresult (*wrong)(CUmodule *) = cuModuleUnload;", &numbers);
     check.run("static_assert(std::string_view(TEXT(cuEventDestroy)) == \"cuEventDestroy\");", "");
@@ -54,7 +54,7 @@ fn prototypes_and_numbers_are_those_of_hips_header() {
     let numbers = format!(
         "static_assert(hipErrorNotReady == {NOT_READY} && hipEventDisableTiming == {DISABLE_TIMING});\n\
          static_assert(HIP_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK == {MAX_THREADS});\n\
-         static_assert(hipDeviceAttributeMultiprocessorCount == {HIP_MULTIPROCESSORS});\n\
+         static_assert(hipDeviceAttributeCanUseHostPointerForRegisteredMem == {HIP_HOST_POINTERS});\n\
          static_assert(sizeof(hipDeviceProp_t) == {PROPERTIES_BYTES});\n\
          static_assert(offsetof(hipDeviceProp_t, gcnArchName) == {ARCHITECTURE_OFFSET});\n\
          static_assert(sizeof(hipDeviceProp_t::gcnArchName) == {ARCHITECTURE_BYTES});\n"

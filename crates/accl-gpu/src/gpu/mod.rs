@@ -32,7 +32,7 @@ struct Inner {
     vendor: Vendor,
     ordinal: u32,
     context: Arc<Context>,
-    multiprocessors: u32,
+    has_host_pointers: bool,
     /// Candidates for the compiler's library.
     libraries: Libraries,
     compiler: Mutex<Option<Arc<Tools>>>,
@@ -84,12 +84,12 @@ impl Gpu {
         let open = || {
             let driver = Driver::open(vendor, &libraries.driver)?;
             let context = Context::retain(driver, ordinal)?;
-            let multiprocessors = context.multiprocessors()?;
-            Ok((context, multiprocessors))
+            let has_host_pointers = context.has_host_pointers()?;
+            Ok((context, has_host_pointers))
         };
-        let (context, multiprocessors) = open().map_err(with_remedy)?;
+        let (context, has_host_pointers) = open().map_err(with_remedy)?;
         let (compiler, modules) = Default::default();
-        Ok(Self(Arc::new(Inner { vendor, ordinal, context, multiprocessors, libraries, compiler, modules })))
+        Ok(Self(Arc::new(Inner { vendor, ordinal, context, has_host_pointers, libraries, compiler, modules })))
     }
 
     /// Returns the device's name in torch, such as `cuda:0`.
@@ -105,9 +105,9 @@ impl Gpu {
         self.0.context.title()
     }
 
-    /// Returns the number of multiprocessors, for the number of blocks of a launch.
-    pub fn multiprocessors(&self) -> u32 {
-        self.0.multiprocessors
+    /// Returns whether kernels reach pinned memory at the host's addresses.
+    pub fn has_host_pointers(&self) -> bool {
+        self.0.has_host_pointers
     }
 
     /// Returns the module of a source, which is compiled and loaded by the first call: this takes up to two
