@@ -232,6 +232,20 @@ def test_residuals_lie_where_gradients_are_encoded(rank, world, kernels, moves, 
 
 
 @on_ranks(2, fresh=True, init=False)
+def test_a_hook_with_error_feedback_does_not_wait_for_the_device(rank, world, monkeypatch):
+    """It asked which gradients are zeros. Kernels read the answer now."""
+    start(rank, route="kernels")
+    model, state = compressed("standin")
+    train(model, rank, "standin", range(2))
+    asked = []
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: asked.append(tensor))
+    monkeypatch.setattr(torch.Tensor, "__bool__", lambda tensor: asked.append(tensor))
+    step_of(model, rank, 2, "standin")
+    monkeypatch.undo()
+    assert not asked and state.step == 3
+
+
+@on_ranks(2, fresh=True, init=False)
 def test_a_device_without_room_for_residuals_leaves_them_and_the_encoding_to_the_host(rank, world, monkeypatch):
     start(rank, route="kernels")
     zeros = torch.zeros

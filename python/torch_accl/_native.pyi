@@ -334,8 +334,10 @@ class Encoding:
 
     `residuals` are two lists of addresses of float32 arrays, one value per tensor element; 0 means no array. The engine reads and
     writes the arrays until a call completes or, if it copies the tensors of an accelerator, until a wait for it returns. The first list is for contributions: each tensor of each block, block
-    by block. The second is for sums: one array per tensor. The arrays lie in host memory or, with `to_host`, on the device of the
-    call's tensors. If the host has to encode, `to_host` moves them to host memory and returns their new addresses. With `stats` the call is measured, and about one element in
+    by block. The second is for sums: one array per tensor. The arrays lie in host memory or, with `on_device`, on the device of the
+    call's tensors. `on_device` has an address for each array of the first list, of a byte on the device that is 0 if the array
+    is not used, and a function. If the host has to encode, the function moves the arrays to host memory and returns their new
+    addresses. With `stats` the call is measured, and about one element in
     `one_in` is compared with the exact sum (0: none).
     """
 
@@ -347,7 +349,7 @@ class Encoding:
         residuals: tuple[list[int], list[int]] | None = None,
         stats: ErrorStats | None = None,
         one_in: int = 0,
-        to_host: Callable[[], tuple[list[int], list[int]]] | None = None,
+        on_device: tuple[list[int], Callable[[], tuple[list[int], list[int]]]] | None = None,
     ) -> None: ...
     @staticmethod
     def none() -> Encoding:

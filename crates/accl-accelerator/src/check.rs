@@ -84,7 +84,7 @@ impl Checker<'_> {
         };
         let with_residual = |run: TileRun, address: *mut u8, skips_zeros: bool| {
             let is_measured = !skips_zeros;
-            TileRun { residual: Some(TileResidual { address, skips_zeros, is_measured }), ..run }
+            TileRun { residual: Some(TileResidual { address, skips_zeros, used: None, is_measured }), ..run }
         };
         let (own, other) = (TileOperand::Values(arrays.values), TileOperand::Code(tile(arrays.code)));
         let summed = run(&[other.clone(), other.clone(), own.clone()], Some(arrays.sums_code), None);

@@ -297,8 +297,9 @@ enum At {
     Code,
     /// Values to make.
     Values,
-    /// The residual.
+    /// The residual, and the flag that says whether it is used.
     Residual,
+    Flag,
     /// Figures of the launch.
     Squares,
     /// None: the kernel does not use the field.
@@ -319,6 +320,7 @@ impl RunPart<'_> {
             },
             At::Sums => target.sums + self.first_sum * float,
             At::Residual => self.run.residual.map_or(0, |of| of.address.addr() as u64 + start * float),
+            At::Flag => self.run.residual.and_then(|of| of.used).map_or(0, |used| used.addr() as u64),
             At::Squares => figures.squares + self.first_tile * SQUARES_BYTES as u64,
             At::Code => self.run.code.as_ref().map_or(0, code),
             At::Values => self.run.values.map_or(0, |base| values(base)),
@@ -333,7 +335,7 @@ impl RunPart<'_> {
                 TileOperand::Values(_) => None,
             },
             At::Code => self.run.code.as_ref(),
-            At::Sums | At::Values | At::Residual | At::Squares | At::Unused => None,
+            At::Sums | At::Values | At::Residual | At::Flag | At::Squares | At::Unused => None,
         }
     }
 }
@@ -398,7 +400,7 @@ impl Launches<'_> {
             true => (Kernel::FeedbackSums, Kernel::SquaresOfSums),
             false => (Kernel::Feedback, Kernel::Squares),
         };
-        self.launch(feedback, At::Code, values, At::Residual)?;
+        self.launch_adding(feedback, At::Code, values, At::Residual, At::Flag)?;
         // Results may be written over the values afterwards.
         if residual.is_measured && self.figures.squares != 0 {
             self.launch(squares, At::Squares, values, At::Residual)?;
@@ -429,7 +431,7 @@ impl Launches<'_> {
         self.launch_adding(kernel, code, values, sums, At::Unused)
     }
 
-    /// Enqueues a kernel like [`Launches::launch`], which adds encoded elements at `other`.
+    /// Enqueues a kernel like [`Launches::launch`], with one more field of its spans.
     fn launch_adding(&self, kernel: Kernel, code: At, values: At, sums: At, other: At) -> Result<()> {
         let Some(first) = self.batch.parts.first() else { return Ok(()) };
         let codec: Option<Summary> = first.code(code).map(|code| code.codec.summary());
@@ -478,7 +480,7 @@ mod tests {
                 operands: [TileOperand::Values(address)].into_iter().collect(),
                 code: Some(TileCode { address, stride: 64, codec: codec.clone() }),
                 values: None,
-                residual: Some(TileResidual { address, skips_zeros: false, is_measured: true }),
+                residual: Some(TileResidual { address, skips_zeros: false, used: None, is_measured: true }),
                 divisor: None,
                 rng_key: RngKey::keyed(&[1]),
             }

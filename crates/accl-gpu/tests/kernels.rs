@@ -471,6 +471,27 @@ fn check_feedback(name: &str, kernels: &HostKernels, cases: &[Case], floats: &[V
             }
             assert_eq!(non_finite, expected_non_finite, "{name}: {kernel:?}");
         }
+        check_flags(name, kernels, kernel, dtype, cases, random);
+    }
+}
+
+/// Checks that residuals of zeros are used if a flag says so, and stay if not.
+fn check_flags(name: &str, kernels: &HostKernels, kernel: Kernel, dtype: Dtype, cases: &[Case], random: &mut Random) {
+    let flags = Memory::constant(&[0, 1], 3);
+    let mut residual = |case: &Case| (0..case.place.count).map(|_| 0.01 * random.number()).collect::<Vec<f32>>();
+    for case in cases {
+        let (src, residual) = (vec![0; case.place.count * dtype.size_bytes()], residual(case));
+        for is_used in [false, true] {
+            let (values, code) = (Memory::constant(&src, 0), Memory::new(&case.empty_code(), case.place.code_off));
+            let sums = Memory::new(&to_bytes(&residual), 0);
+            let other = flags.address() + u64::from(is_used);
+            let span = Span { other, ..case.span(&values, &code, Some(&sums)) };
+            kernels.run(kernel, &[span], &Options::default(), &[&values, &code, &sums, &flags], Order::Forward);
+            // A residual of zeros that stays is what tiles of zeros keep.
+            let (expected, lost, _) = case.feedback(&src, dtype, &residual, !is_used);
+            assert_same(&format!("{name}: {kernel:?}, used: {is_used}"), code.content(), &expected);
+            assert_same(&format!("{name}: {kernel:?}, residual, used: {is_used}"), sums.content(), &lost);
+        }
     }
 }
 

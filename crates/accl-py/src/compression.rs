@@ -37,10 +37,11 @@ struct PyEncoding {
 #[pymethods]
 impl PyEncoding {
     /// `residuals` are addresses of float32 arrays, see `accl_engine::Residuals`. If `stats` is given, the call is
-    /// measured, and one element in `one_in` is compared with the exact sum. If `to_host` is given, the residuals lie on the
-    /// device of the tensors, and it moves them to host memory.
+    /// measured, and one element in `one_in` is compared with the exact sum. If `on_device` is given, the residuals lie on the
+    /// device of the tensors. It has the addresses of bytes that say which ones are used, and a function that moves them to host
+    /// memory.
     #[new]
-    #[pyo3(signature = (codecs, seed=0, step=0, residuals=None, stats=None, one_in=0, to_host=None))]
+    #[pyo3(signature = (codecs, seed=0, step=0, residuals=None, stats=None, one_in=0, on_device=None))]
     fn new(
         codecs: PyRef<'_, Codecs>,
         seed: u64,
@@ -48,12 +49,14 @@ impl PyEncoding {
         residuals: Option<(Vec<usize>, Vec<usize>)>,
         stats: Option<PyRef<'_, ErrorStats>>,
         one_in: u64,
-        to_host: Option<Py<PyAny>>,
+        on_device: Option<(Vec<usize>, Py<PyAny>)>,
     ) -> Self {
         let residuals = residuals.map(|(contributions, sums)| {
-            let memory = if to_host.is_some() { DEVICE_MEMORY } else { MemoryKind::Host };
-            let owner = to_host.map(|to_host| Arc::new(PythonOwner(to_host)) as Arc<dyn ResidualOwner>);
-            Arc::new(Residuals { contributions, sums, memory, owner })
+            let Some((used, to_host)) = on_device else {
+                return Arc::new(Residuals { contributions, sums, ..Residuals::default() });
+            };
+            let owner: Arc<dyn ResidualOwner> = Arc::new(PythonOwner(to_host));
+            Arc::new(Residuals { contributions, sums, used, memory: DEVICE_MEMORY, owner: Some(owner) })
         });
         let probe = stats.map(|stats| Probe::new(stats.inner.clone(), one_in));
         Self { inner: Encoded::As(Encoding { codecs: codecs.inner.clone(), seed, step, residuals, probe }) }

@@ -7,7 +7,9 @@
 use std::ops::Range;
 
 use accl_engine::codec::{Floats, NonFinite, Slice};
-use accl_engine::{ExternalCombination, SampleCopy, Squares, TILE_HEADER_BYTES, TileCode, TileOperand, TileRun};
+use accl_engine::{
+    ExternalCombination, SampleCopy, Squares, TILE_HEADER_BYTES, TileCode, TileOperand, TileResidual, TileRun,
+};
 use accl_types::Dtype;
 
 /// Computes some tiles of a combination.
@@ -140,7 +142,10 @@ impl<'a> Tile<'a> {
     /// The contract of [`combine`].
     unsafe fn encode_sums(&self, code: &TileCode, sums: &mut [f32]) -> (NonFinite, Option<Squares>) {
         let gradient = Floats::default().squares(sums);
-        let residual = self.run.residual.filter(|of| !of.skips_zeros || sums.iter().any(|sum| *sum != 0.0));
+        // SAFETY: the byte can be read by this function's contract.
+        let is_used = |of: &TileResidual| of.used.is_none_or(|used| unsafe { *used != 0 });
+        let residual = self.run.residual.filter(is_used);
+        let residual = residual.filter(|of| !of.skips_zeros || sums.iter().any(|sum| *sum != 0.0));
         let residual = residual.map(|of| of.address.wrapping_add(self.start as usize * size_of::<f32>()));
         // SAFETY: the residual has a float32 for each element by this function's contract; the other slices are memory of this
         // function.

@@ -8,15 +8,17 @@ gradients to host memory, until a wait for the call returns. `_feedback.py` owns
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
-from ._scope import CPU, Addresses
+from ._scope import CPU, Addresses, OnDevice
+from ._zeros import zeros_among
 
-__all__ = ["ResidualStore", "ResidualsOfCall", "TensorResiduals", "let_go"]
+__all__ = ["Placed", "ResidualStore", "ResidualsOfCall", "TensorResiduals"]
 
 # After the host has had to encode this many calls of one kind although their residuals were on a device, it places the residuals
 # of these calls in host memory.
@@ -100,41 +102,27 @@ class ResidualStore:
             _check_shape(residual, name, blocks, elements)
         return bool(kept)
 
-    def of_call(
-        self, call: ResidualsOfCall, gradients: Sequence[torch.Tensor], unused: set[int]
-    ) -> tuple[Addresses, Callable[[], Addresses] | None]:
-        """Returns the addresses for a call, with 0 for the contributions of gradients whose indices are in `unused`.
-
-        If they are on a device, it also returns a function that moves the residuals to host memory, and returns where they are
-        then. The engine calls it if the host has to encode.
-        """
-        count = len(gradients)
+    def of_call(self, call: ResidualsOfCall, gradients: Sequence[torch.Tensor]) -> Placed:
+        """Places the residuals of a call that is about to be issued. The residual of a gradient of zeros is not used."""
         device = gradients[0].device if gradients and call.moves < _MOST_MOVES else CPU
         try:
             self._place(call, device)
+            return Placed(self, call, gradients)
         except torch.OutOfMemoryError:
             if device == CPU:
                 raise
             # The device has no room for residuals, but the host can encode.
-            call.moves, device = _MOST_MOVES, CPU
-            self._place(call, device)
-        addresses = _of_used(call.addresses, unused, count)
-        if device == CPU:
-            return addresses, None
-        # The engine may keep the function longer than the residuals should live.
-        store, place = weakref.ref(self), weakref.ref(call)
+            call.moves = _MOST_MOVES
+            self._place(call, CPU)
+            return Placed(self, call, gradients)
 
-        def to_host() -> Addresses:
-            found, of_call = store(), place()
-            assert found is not None and of_call is not None, "the thread that issues the call holds both"
-            of_call.moves += 1
-            found._place(of_call, CPU)
-            return _of_used(of_call.addresses, unused, count)
-
-        return addresses, to_host
+    def to_host(self, call: ResidualsOfCall) -> None:
+        """Moves the residuals of a call to host memory, which has to encode it."""
+        call.moves += 1
+        self._place(call, CPU)
 
     def owners(self, call: ResidualsOfCall) -> tuple[torch.Tensor, ...]:
-        """Returns the tensors that own the memory of a call that was just issued."""
+        """Returns the tensors that own the memory of a call."""
         names = [tensor.name for tensor in call.tensors if tensor.name is not None]
         return tuple(of[name] for of in (self.contributions, self.sums) for name in names if name in of)
 
@@ -170,15 +158,59 @@ class ResidualStore:
         return residual
 
 
-def let_go(owners: tuple[torch.Tensor, ...], done: torch.futures.Future[Any] | None) -> None:
-    """Ends the use of residuals by a call. If it has failed (None, or a future with an error), memory of a device is never freed."""
-    try:
-        if done is not None:
-            done.value()
+class Placed:
+    """Residuals of one call, from the time when it is issued until it ends."""
+
+    def __init__(self, store: ResidualStore, call: ResidualsOfCall, gradients: Sequence[torch.Tensor]) -> None:
+        self._store, self._call, self._gradients = store, call, gradients
+        self._owners = store.owners(call)
+        self.on_device: OnDevice | None = None
+        if call.device == CPU:
+            self.addresses = self._of_used()
             return
-    except Exception:
-        pass
-    _LOST.update({id(owner): owner for owner in owners if owner.device != CPU})
+        # The host does not wait for the answer: kernels read it.
+        are_used = torch.stack([gradient.any() for gradient in gradients])
+        self._owners += (are_used,)
+        first, count = are_used.data_ptr(), len(gradients)
+        flags = [first + place % count for place in range(len(call.addresses[0]))]
+        # The engine may keep the function longer than this object should live.
+        self.addresses, self.on_device = call.addresses, (flags, partial(_to_host, weakref.ref(self)))
+
+    def to_host(self) -> Addresses:
+        """Moves the residuals to host memory. Returns their addresses. The engine calls this while the call is issued."""
+        self._store.to_host(self._call)
+        self._owners = self._store.owners(self._call)
+        return self._of_used()
+
+    def issued(self) -> None:
+        """Ends what is needed only while the call is issued."""
+        self._gradients = ()
+
+    def let_go(self, done: torch.futures.Future[Any] | None) -> None:
+        """Ends the use of the residuals. If the call has failed (None, or a future with an error), memory of a device is never
+        freed: kernels may still write to it."""
+        owners, self._owners = self._owners, ()
+        try:
+            if done is not None:
+                done.value()
+                return
+        except Exception:
+            pass
+        _LOST.update({id(owner): owner for owner in owners if owner.device != CPU})
+
+    def _of_used(self) -> Addresses:
+        """Returns the addresses with 0 for the contributions of gradients that are all zeros."""
+        unused, count = zeros_among(self._gradients), len(self._gradients)
+        contributions, sums = self._call.addresses
+        if not unused:
+            return contributions, sums
+        return [0 if place % count in unused else address for place, address in enumerate(contributions)], sums
+
+
+def _to_host(placed: weakref.ref[Placed]) -> Addresses:
+    found = placed()
+    assert found is not None, "the thread that issues the call holds it"
+    return found.to_host()
 
 
 def _check_shape(residual: torch.Tensor, name: str, blocks: int, elements: int) -> None:
@@ -191,11 +223,3 @@ def _check_shape(residual: torch.Tensor, name: str, blocks: int, elements: int) 
 
 def _copies(residuals: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: residual.to("cpu", copy=True) for name, residual in residuals.items()}
-
-
-def _of_used(addresses: Addresses, unused: set[int], count: int) -> Addresses:
-    """Returns addresses with 0 for the contributions of unused gradients, of which a block has `count`."""
-    if not unused:
-        return addresses
-    contributions, sums = addresses
-    return [0 if place % count in unused else address for place, address in enumerate(contributions)], sums

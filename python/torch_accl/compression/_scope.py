@@ -19,6 +19,7 @@ __all__ = [
     "FLOATS",
     "Addresses",
     "Coded",
+    "OnDevice",
     "Op",
     "accl_backend",
     "accl_group",
@@ -45,6 +46,10 @@ Op = dist.ReduceOp | dist.ReduceOp.RedOpType
 # Addresses of residuals: of contributions, and of sums.
 Addresses = tuple[list[int], list[int]]
 
+# What the engine needs for residuals on a device: for each contribution the address of a byte on the device that is 0 if its
+# residual is not used, and a function that moves the residuals to host memory and returns their addresses there.
+OnDevice = tuple[list[int], Callable[[], Addresses]]
+
 # The codecs of one tensor (inside hosts, for parts of sums, for results), and the number that selects its random numbers.
 Coded = tuple[str, str, str, int]
 
@@ -63,14 +68,13 @@ def encoded(
     residuals: Addresses | None = None,
     stats: _native.ErrorStats | None = None,
     one_in: int = 0,
-    to_host: Callable[[], Addresses] | None = None,
+    on_device: OnDevice | None = None,
 ) -> Iterator[None]:
     """Encodes calls that this thread issues inside, and measures them if `stats` is given.
 
-    The memory of `residuals` must stay valid until the futures of these calls complete. Residuals on a device need `to_host`, which
-    moves them to host memory and returns their new addresses.
+    The memory of `residuals` must stay valid until the futures of these calls complete. Residuals on a device need `on_device`.
     """
-    before = _native.encode_calls(_native.Encoding(codecs, seed, step, residuals, stats, one_in, to_host))
+    before = _native.encode_calls(_native.Encoding(codecs, seed, step, residuals, stats, one_in, on_device))
     try:
         yield
     finally:

@@ -7,7 +7,6 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, ClassVar, Self
 from weakref import WeakSet
 
@@ -21,12 +20,12 @@ from .. import _native
 from ._agreement import Progress, check_progress, check_settings, reduced
 from ._auto import Choice, choose
 from ._codecs import facts, for_feedback
-from ._feedback import flush_residuals, zeros_among
+from ._feedback import flush_residuals
 from ._measures import Measures, Totals, table
 from ._of_group import OfGroup, group_of
 from ._optimizers import watch_for_adam
 from ._plans import Part, Plan, plan_of
-from ._residuals import ResidualsOfCall, ResidualStore, TensorResiduals, let_go
+from ._residuals import Placed, ResidualsOfCall, ResidualStore, TensorResiduals
 from ._saved import Saved
 from ._scope import FLOATS, Op, codec_of_group, encoded, exact
 from ._settings import AUTO, RAW, Codec, Compression, tensor_id
@@ -400,29 +399,36 @@ class CompressionState(OfGroup):
         works = []
         for part in plan.parts:
             if is_encoded:
-                assert part.codecs is not None, "a plan that is encoded has codecs in all parts"
-                addresses, to_host = None, None
-                if part.residuals is not None:
-                    given = gradients[part.tensors]
-                    addresses, to_host = self._residual_store.of_call(part.residuals, given, zeros_among(given))
+                given = gradients[part.tensors]
+                placed = None if part.residuals is None else self._residual_store.of_call(part.residuals, given)
                 try:
-                    with encoded(part.codecs, compression.seed, step, addresses, part.stats, one_in, to_host):
-                        work = call(part, True)
+                    work = self._issue(part, placed, step, one_in, call)
                 except BaseException:
-                    if part.residuals is not None:
-                        let_go(self._residual_store.owners(part.residuals), None)
+                    if placed:
+                        placed.let_go(None)
                     raise
+                if work is not None and placed:
+                    # The callback keeps the residuals alive until the future completes, even if the state is released meanwhile.
+                    # If results are copied to an accelerator, only these copies are left then, and they do not use residuals.
+                    work.get_future().then(placed.let_go)
             else:
                 with exact():
                     work = call(part, False)
             if work is not None:
                 works.append(work)
-                if is_encoded and part.residuals is not None:
-                    # The callback keeps the residuals alive until the future completes, even if the state is released meanwhile.
-                    # If results are copied to an accelerator, only these copies are left then, and they do not use residuals.
-                    owners = self._residual_store.owners(part.residuals)
-                    work.get_future().then(partial(let_go, owners))
         return works
+
+    def _issue(
+        self, part: Part, placed: Placed | None, step: int, one_in: int, call: Callable[[Part, bool], Work | None]
+    ) -> Work | None:
+        """Issues an encoded call."""
+        assert part.codecs is not None, "a plan that is encoded has codecs in all parts"
+        addresses, on_device = (placed.addresses, placed.on_device) if placed else (None, None)
+        with encoded(part.codecs, self.compression.seed, step, addresses, part.stats, one_in, on_device):
+            work = call(part, True)
+        if placed:
+            placed.issued()
+        return work
 
     def next_call(self, module: str) -> int:
         """Returns the number of a module's next call, from 0, and counts it."""

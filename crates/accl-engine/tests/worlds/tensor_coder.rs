@@ -336,7 +336,7 @@ fn residuals_have_the_bits_of_the_host_after_several_calls() {
                         contributions: vec![kept.as_ptr() as usize],
                         sums: vec![of_sums.as_ptr() as usize],
                         memory: if device.is_some() { DEVICE } else { MemoryKind::Host },
-                        owner: None,
+                        ..Residuals::default()
                     }));
                     let call = (Collective::AllReduce, Dtype::F32, ReduceOp::Avg);
                     let mut results = Vec::new();
@@ -367,7 +367,8 @@ fn sums_of_zeros_leave_their_residual_alone() {
             let mut encoding = encoding(vec![both_ways(max_min(2, 64, Rounding::Nearest), 5)]);
             let memory = if on_device { DEVICE } else { MemoryKind::Host };
             let sums = vec![of_sums.as_ptr() as usize];
-            encoding.residuals = Some(Arc::new(Residuals { contributions: vec![0], sums, memory, owner: None }));
+            encoding.residuals =
+                Some(Arc::new(Residuals { contributions: vec![0], sums, memory, ..Residuals::default() }));
             let zeros = vec![vec![0_u8; 4 * COUNT]];
             let device = on_device.then(|| Device::new(Manner::Eager, 1));
             let mut desc = CallDesc::new(Collective::AllReduce, Dtype::F32);
@@ -449,7 +450,7 @@ fn residuals_come_to_the_host_when_it_has_to_encode() {
             let (device, there) = (Device::new(manner, 1), vec![0.0_f32; COUNT]);
             let owner = Arc::new(Owner { on_host: vec![0.0; COUNT], moves: AtomicUsize::new(0) });
             let contributions = vec![there.as_ptr() as usize];
-            let residuals = |owner| Residuals { contributions, sums: vec![], memory: DEVICE, owner };
+            let residuals = |owner| Residuals { contributions, memory: DEVICE, owner, ..Residuals::default() };
             encoding.residuals = Some(Arc::new(residuals(Some(owner.clone()))));
             assert!(run(&member, call, COUNT, &encoding, Some(&device)).unwrap() == expected, "{manner:?}");
             let is_computed = manner == Manner::Eager;
@@ -458,7 +459,7 @@ fn residuals_come_to_the_host_when_it_has_to_encode() {
         }
 
         let contributions = vec![of_host.as_ptr() as usize];
-        encoding.residuals = Some(Arc::new(Residuals { contributions, sums: vec![], memory: DEVICE, owner: None }));
+        encoding.residuals = Some(Arc::new(Residuals { contributions, memory: DEVICE, ..Residuals::default() }));
         let error = run(&member, call, COUNT, &encoding, Some(&Device::new(Manner::Refuses, 1))).unwrap_err();
         assert!(error.message.contains("residuals lie in the memory of device 3; keep them in host"), "{error}");
         member.barrier().unwrap();
@@ -481,6 +482,9 @@ fn measured(
     let values = |block: usize| {
         (0..).zip(counts).map(move |(seed, count)| {
             let mut values = data(rank * 7 + block, count, seed + u64::from(worlds_seed));
+            if rank == 0 && seed == 2 {
+                values.fill(0.0);
+            }
             if rank + 1 == world {
                 values[count / 2] = [f32::NAN, 1e30, f32::INFINITY][seed as usize];
             }
@@ -488,12 +492,21 @@ fn measured(
         })
     };
     let tensors: Vec<Vec<Vec<u8>>> = (0..blocks).map(|block| values(block).collect()).collect();
-    let kept: Vec<Vec<f32>> = tensors.iter().flatten().map(|bytes| vec![0.0; bytes.len() / 4]).collect();
+    let kept: Vec<Vec<f32>> = tensors.iter().flatten().map(|bytes| vec![0.01; bytes.len() / 4]).collect();
     let of_sums: Vec<Vec<f32>> = counts.iter().map(|&count| vec![0.0; count]).collect();
     let memory = if device.is_some() { DEVICE } else { MemoryKind::Host };
     let addresses = |of: &[Vec<f32>]| of.iter().map(|of| of.as_ptr() as usize).collect();
     let sums = if blocks == 1 { addresses(&of_sums) } else { vec![] };
-    encoding.residuals = Some(Arc::new(Residuals { contributions: addresses(&kept), sums, memory, owner: None }));
+    let mut residuals = Residuals { contributions: addresses(&kept), sums, memory, ..Residuals::default() };
+    // The first rank has not used the last tensor.
+    let flags: Vec<u8> = (0..kept.len()).map(|index| u8::from(rank > 0 || index % counts.len() != 2)).collect();
+    if device.is_some() {
+        residuals.used = flags.iter().map(|flag| std::ptr::from_ref(flag).expose_provenance()).collect();
+    } else {
+        let unused = residuals.contributions.iter_mut().zip(&flags).filter(|(_, flag)| **flag == 0);
+        unused.for_each(|(address, _)| *address = 0);
+    }
+    encoding.residuals = Some(Arc::new(residuals));
     let described = |block: &Vec<Vec<u8>>| -> Vec<TensorDesc> {
         described(block, Dtype::F32, device).iter().flatten().cloned().collect()
     };

@@ -236,6 +236,8 @@ pub struct TileResidual {
     pub address: *mut u8,
     /// Whether a tile whose sums are all zeros leaves its residual alone, and is encoded without it.
     pub skips_zeros: bool,
+    /// Address of a byte on the device: if it is 0, the residual is left alone, and the tile is encoded without it.
+    pub used: Option<*const u8>,
     /// Whether [`ExternalCombination::add_squares`] is wanted for these tiles.
     pub is_measured: bool,
 }

@@ -211,6 +211,10 @@ pub struct Residuals {
     /// Residual addresses of the sums that this rank finishes, one for each tensor; empty for none. A tile whose sum is
     /// all zeros is sent as zeros, and its part of the residual stays for a later call.
     pub sums: Vec<usize>,
+    /// Addresses of bytes that say whether a contribution's residual is used, one for each of `contributions`. They lie in the
+    /// memory of the residuals, and are read when a contribution is encoded; 0: it is not used. Empty: all are used. The host
+    /// does not read them.
+    pub used: Vec<usize>,
     /// Memory that holds all residuals.
     pub memory: MemoryKind,
     /// Owner who can move them; `None` if they stay where they are.
@@ -219,8 +223,8 @@ pub struct Residuals {
 
 /// Owner of residuals outside of host memory.
 pub trait ResidualOwner: Send + Sync + fmt::Debug {
-    /// Moves the residuals to host memory, because the host encodes the call, and returns where they are now. Runs in the thread
-    /// that issues the call, without a lock.
+    /// Moves the residuals to host memory, because the host encodes the call, and returns where they are now, without
+    /// [`Residuals::used`]. Runs in the thread that issues the call, without a lock.
     ///
     /// # Errors
     /// The reason why the call is refused.

@@ -285,6 +285,14 @@ impl Coder {
         self.divisor.filter(|_| op.finish == Finish::Yes)
     }
 
+    /// Returns the address of the byte that says whether the residual of a tile is used; `None` if it is.
+    pub(super) fn residual_flag(&self, op: &Combination, code: &Coded, index: usize) -> Option<*const u8> {
+        let tile = &code.tiles[index];
+        let contribution = tile.block as usize * self.codecs.given() + tile.piece as usize;
+        let used = &self.residuals.as_ref().filter(|_| op.pass == 0)?.used;
+        used.get(contribution).map(|&address| std::ptr::with_exposed_provenance(address))
+    }
+
     /// Returns the address of a tile's residual: of a contribution, or of a finished sum.
     pub(super) fn residual(&self, op: &Combination, code: &Coded, index: usize) -> Option<*mut u8> {
         let residuals = self.residuals.as_ref()?;

@@ -100,7 +100,15 @@ fn run_of(coder: &Coder, buffers: &Buffers, op: &Combination, index: usize) -> T
         Operand::Values(src) => TileOperand::Values(buffers.address(&src.at(at))),
         Operand::Code(code) => TileOperand::Code(tiles_of(code)),
     };
-    let residual = op.code.as_ref().and_then(|code| coder.residual(op, code, index));
+    let residual = op.code.as_ref().and_then(|code| {
+        let skips_zeros = op.pass > 0;
+        Some(TileResidual {
+            address: coder.residual(op, code, index)?,
+            skips_zeros,
+            used: coder.residual_flag(op, code, index),
+            is_measured: coder.is_probed() && !skips_zeros,
+        })
+    });
     TileRun {
         tiles: index as u32..index as u32 + 1,
         piece: tile.piece,
@@ -110,10 +118,7 @@ fn run_of(coder: &Coder, buffers: &Buffers, op: &Combination, index: usize) -> T
         operands: op.srcs.iter().map(operand).collect(),
         code: op.code.as_ref().map(tiles_of),
         values: op.out.as_ref().map(|out| buffers.address(&out.at(at))),
-        residual: residual.map(|address| {
-            let skips_zeros = op.pass > 0;
-            TileResidual { address, skips_zeros, is_measured: coder.is_probed() && !skips_zeros }
-        }),
+        residual,
         divisor: coder.finishing(op),
         rng_key: coder.rng_key(tile, op.pass),
     }
@@ -140,7 +145,7 @@ fn follows(next: &TileRun, run: &TileRun, dtype: Dtype) -> bool {
         && both(next.code.as_ref(), run.code.as_ref(), code)
         && both(next.values, run.values, |next, run| values(next, run))
         && both(next.residual, run.residual, |next, of| {
-            is_behind(next.address, of.address, run.tile_elems * size_of::<f32>() as u64)
+            next.used == of.used && is_behind(next.address, of.address, run.tile_elems * size_of::<f32>() as u64)
         })
 }
 

@@ -15,7 +15,8 @@ KERNEL(accl_encode, THREADS)
 template <u32 TYPE> DEVICE void encode_with_residual(const Args &args, Room &room)
 {
     const Work work = work_of_block<PART>(args);
-    const bool is_kept = (args.flags & FLAG_KEEPS_ZEROS) && has_only_zeros<TYPE, THREADS>(work);
+    const bool is_unused = work.span.other && read_at<u8>(work.span.other) == 0;
+    const bool is_kept = is_unused || ((args.flags & FLAG_KEEPS_ZEROS) && has_only_zeros<TYPE, THREADS>(work));
     encode(args, room, work, WithResidual<TYPE>(work, is_kept));
 }
 

@@ -33,7 +33,7 @@ pub enum Kernel {
     /// Encodes float32 sums from `values`, like [`Kernel::Encode`].
     EncodeSums,
     /// Encodes elements of the tensor's type from `values` plus the residual in `sums`, which becomes what the encoding
-    /// loses. Uses the fields of [`Kernel::Encode`], and `keeps_zeros`.
+    /// loses. Uses the fields of [`Kernel::Encode`], `keeps_zeros`, and `other` as a flag.
     Feedback,
     /// Encodes float32 sums from `values`, like [`Kernel::Feedback`].
     FeedbackSums,

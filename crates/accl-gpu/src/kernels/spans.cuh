@@ -28,7 +28,7 @@ struct Span {
     u8 *values;      // The first element: the input of an encoding, the output of a decoding.
     u8 *code;        // The code of the first tile, after its header.
     u8 *sums;        // The first float32 sum, residual or result, by kernel.
-    u8 *other;       // The code of the first tile of an operand, after its header.
+    u8 *other;       // The code of the first tile of an operand, after its header; with error feedback, a flag.
     u64 elements;    // Number of elements.
     u64 first;       // Index of the first element in its tensor.
     u64 own;         // Key of the random numbers.

@@ -27,7 +27,7 @@ pub struct Span {
     /// Address of the first float32 sum, of the first residual, or of the first result.
     pub sums: u64,
     /// Address of the code of the first tile of an operand, after its header. Its tiles are as far apart as the tiles at
-    /// `code`.
+    /// `code`. With error feedback: address of a byte, and if that is 0, the residual is not used and stays; 0 for none.
     pub other: u64,
     /// Number of elements.
     pub elements: u64,
