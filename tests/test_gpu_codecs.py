@@ -76,6 +76,27 @@ def test_kernels_give_the_bits_of_the_cpu(rank, world, order):
             assert one.view(torch.uint8).equal(other.view(torch.uint8)), f"{codec} {dtype}"
 
 
+@ORDERS
+@on_ranks(2, 3, fresh=True, init=False, env=NOT_EAGER)
+def test_the_check_of_a_new_codec_does_not_change_calls_in_flight(rank, world, order):
+    """It used their memory for sums, so that whole tiles of their results were wrong."""
+    start(rank, order)
+    codecs = ("maxmin:4", "maxmin:8", "maxmin:2", "maxmin:3", "e4m3", "hadamard:2", "maxmin:5", "maxmin:6")
+
+    def program(device):
+        tensors = [contribution(rank, 200_000, seed=number).to(device) for number in range(len(codecs))]
+        works = [
+            compression.all_reduce_quantized(tensor, async_op=True, compression=codec, key=codec, step=1)
+            for tensor, codec in zip(tensors, codecs, strict=True)
+        ]
+        for work in works:
+            work.wait()
+        return [tensor.cpu() for tensor in tensors]
+
+    for codec, one, other in zip(codecs, program("cpu"), program("standin"), strict=True):
+        assert one.equal(other), codec
+
+
 @on_ranks(2, fresh=True, init=False, env=NOT_EAGER)
 def test_ranks_on_the_host_and_on_a_gpu_join_one_call(rank, world):
     start(rank)
@@ -177,6 +198,28 @@ def test_a_kernel_that_the_driver_refuses_fails_the_call_on_all_ranks(rank, worl
         ctypes.CDLL(str(standin.build_driver())).accl_standin_fail(b"cuLaunchKernel", 0, 719)
     with pytest.raises(dist.DistBackendError, match="cuLaunchKernel failed"):
         compression.all_reduce_quantized(tensor, compression="maxmin:4")
+
+
+@on_ranks(2, fresh=True, init=False, env=NOT_EAGER)
+def test_many_calls_whose_kernels_the_driver_refuses_lose_no_memory(rank, world):
+    """Each lost memory for figures, of which there is enough for 127 launches. The device works again after each failure."""
+    module = start(rank)
+    driver = ctypes.CDLL(str(standin.build_driver()))
+    settings = compression.Compression("maxmin:4", audit=4)
+    tensor = torch.randn(5000, device="standin")
+    compression.all_reduce_quantized(tensor, compression=settings)
+    dist.barrier()
+    standin.wait_until_idle(module)
+    with standin.nothing_is_lost(module, but=("pinned_bytes", "pinned_in_use")):
+        for number in range(140):
+            group = dist.new_group()
+            driver.accl_standin_fail(b"cuLaunchKernel", number % 4, 719)
+            with pytest.raises(dist.DistBackendError, match="cuLaunchKernel failed"):
+                compression.all_reduce_quantized(tensor, compression=settings, group=group)
+            dist.barrier()
+            dist.destroy_process_group(group)
+    driver.accl_standin_fail(b"", 0, 0)
+    compression.all_reduce_quantized(tensor, compression=settings)
 
 
 @on_ranks(2, fresh=True, init=False, env=NOT_EAGER)

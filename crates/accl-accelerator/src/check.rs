@@ -52,6 +52,8 @@ struct Arrays {
     copy: *mut u8,
     residuals: [*mut u8; 2],
     squares: *mut u8,
+    /// Sums of float32 between kernels. The memory for sums of the stream belongs to the calls in flight.
+    between: *mut u8,
 }
 
 /// A comparison: what kernels have done, the address of their results, and the expected bytes.
@@ -105,12 +107,13 @@ impl Checker<'_> {
         };
         // Until an event behind them has come, kernels may write to the memory.
         let memory = ManuallyDrop::new(memory);
+        let target = LaunchTarget { sums: arrays.between.addr() as u64, ..self.target };
         let figures = FigureOutputs { counters: 0, squares: arrays.squares.addr() as u64 };
         for run in runs {
             let combination = ExternalCombination::new(dtype, vec![run], false);
             tiles::batches(&combination, 0..1)
                 .iter()
-                .try_for_each(|batch| tiles::launch(self.kernels, self.target, dtype, batch, figures))?;
+                .try_for_each(|batch| tiles::launch(self.kernels, target, dtype, batch, figures))?;
         }
         self.wait()?;
         let _memory = ManuallyDrop::into_inner(memory);
@@ -165,6 +168,7 @@ impl Checker<'_> {
             residual_bytes,
             residual_bytes,
             SQUARES_BYTES,
+            residual_bytes,
         ];
         let room = |len: usize| (len + size).next_multiple_of(ALIGN);
         let none = || Error::exhausted("no memory can be pinned to check kernels");
@@ -172,11 +176,12 @@ impl Checker<'_> {
         let mut next = memory.address();
         // SAFETY: the memory is lent to this function alone, and has these bytes.
         unsafe { std::ptr::write_bytes(next, 0xa5, sizes.iter().map(|&len| room(len)).sum()) };
-        let [values, code, decoded, pair_code, sums_code, sums, copy, first, second, squares] = sizes.map(|len| {
-            let here = next;
-            next = next.wrapping_add(room(len));
-            here
-        });
+        let [values, code, decoded, pair_code, sums_code, sums, copy, first, second, squares, between] =
+            sizes.map(|len| {
+                let here = next;
+                next = next.wrapping_add(room(len));
+                here
+            });
         // Tensors may begin at any element.
         let [values, decoded] = [values, decoded].map(|at| at.wrapping_add(size));
         let residuals = [first, second];
@@ -187,7 +192,7 @@ impl Checker<'_> {
                 std::ptr::copy_nonoverlapping(expected.residual.as_ptr().cast(), residual, residual_bytes);
             }
         }
-        Ok((memory, Arrays { values, code, decoded, pair_code, sums_code, sums, copy, residuals, squares }))
+        Ok((memory, Arrays { values, code, decoded, pair_code, sums_code, sums, copy, residuals, squares, between }))
     }
 
     /// Waits for all kernels that were enqueued.

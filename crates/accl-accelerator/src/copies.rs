@@ -89,6 +89,17 @@ impl Issued {
         Self { _keeps: Some(keeps), ..Self::default() }
     }
 
+    /// Tries to follow work behind which no event was recorded. A device that has refused one piece of work may still show when
+    /// the others are done.
+    pub(crate) fn follow_unknown(&mut self, record: impl FnOnce() -> Result<Box<dyn StreamEvent>>) {
+        if self.has_unknown
+            && let Ok(event) = record()
+        {
+            self.events.push_back((self.count, event));
+            self.has_unknown = false;
+        }
+    }
+
     /// Returns whether copies may be in flight.
     pub(crate) fn may_be_in_flight(&self) -> bool {
         !self.events.is_empty() || self.has_unknown
@@ -102,6 +113,11 @@ impl Copier {
 
     pub(crate) fn to_tensors(streams: SharedStreams, copies_out: Arc<CopiesOut>, is_pinned: bool) -> Self {
         Self { streams, copies_out: Some(copies_out), direction: Direction::Out, may_copy: false, is_pinned }
+    }
+
+    /// Records an event behind all copies that were enqueued.
+    pub(crate) fn record(&mut self) -> Result<Box<dyn StreamEvent>> {
+        self.streams.lock().record(self.direction)
     }
 
     /// Enqueues copies up to number `ready`, and records events behind them. If the streams do not take copies yet, it

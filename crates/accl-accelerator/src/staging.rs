@@ -141,6 +141,9 @@ impl Staging for CallStaging {
         let mut copier = Copier::into_host(self.streams.clone(), self.is_pinned());
         let mut issued = Issued::keeping(keeps.clone());
         let result = copier.issue(copies, ready, &mut issued);
+        if result.is_err() {
+            issued.follow_unknown(|| copier.record());
+        }
         // Even after an error, copies may be in flight. The worker's drop follows them.
         let worker = self.worker(copier, issued);
         result.map(|()| Arc::new(worker) as Arc<dyn External>)

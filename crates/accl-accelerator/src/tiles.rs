@@ -18,7 +18,7 @@ use accl_types::{Dtype, Result};
 use crate::copies::{Issued, SharedStreams};
 use crate::figures::{Figures, MOST_TILES, SQUARES_BYTES, Slot};
 use crate::gpu_codecs::CallKernels;
-use crate::streams::Direction;
+use crate::streams::{Direction, StreamEvent};
 
 /// Bytes of device memory for the float32 sums of a launch. Longer runs are computed in pieces of this size.
 pub(crate) const SUMS_BYTES: u64 = 8 << 20;
@@ -28,7 +28,8 @@ pub(crate) const SUMS_BYTES: u64 = 8 << 20;
 pub(crate) struct LaunchTarget {
     /// Native handle of the stream.
     pub(crate) stream: u64,
-    /// Address of [`SUMS_BYTES`] bytes of the device. The kernels of one stream share them.
+    /// Address of [`SUMS_BYTES`] bytes of the device. The kernels of all calls on a stream share them, so the thread that follows
+    /// these calls alone enqueues such kernels.
     pub(crate) sums: u64,
 }
 
@@ -78,6 +79,11 @@ impl TileLauncher {
             let mut squares = squares.into_iter();
             runs.iter().for_each(|&(run, tiles)| combination.add_squares(run, squares.by_ref().take(tiles)));
         }
+    }
+
+    /// Records an event behind all kernels that were enqueued.
+    pub(crate) fn record(&mut self) -> Result<Box<dyn StreamEvent>> {
+        self.streams.lock().record(Direction::Out)
     }
 
     /// Ends the work for a combination. `may_run` says whether kernels may still be in flight.

@@ -16,6 +16,7 @@ use parking_lot::Mutex;
 
 use crate::copies::{Copier, Issued, SharedStreams};
 use crate::pinned::PinnedMemory;
+use crate::streams::StreamEvent;
 use crate::tiles::TileLauncher;
 
 /// Time for which the thread polls without a pause after something has happened.
@@ -48,6 +49,14 @@ impl Issuer {
             (Issuer::Copies(copier), _) => copier.issue(task.copies(), ready, issued),
             (Issuer::Tiles(launcher), Some(combination)) => launcher.issue(combination, ready, issued),
             (Issuer::Tiles(_), None) => Err(Error::internal("a task for kernels has no tiles")),
+        }
+    }
+
+    /// Records an event behind everything that was enqueued.
+    fn record(&mut self) -> Result<Box<dyn StreamEvent>> {
+        match self {
+            Issuer::Copies(copier) => copier.record(),
+            Issuer::Tiles(launcher) => launcher.record(),
         }
     }
 }
@@ -252,6 +261,9 @@ impl Job {
         let ready = task.ready_copies();
         if self.issued.failure.is_none() && !task.is_cancelled() && ready > self.issued.count {
             self.issued.failure = self.issuer.issue(task, ready, &mut self.issued).err();
+            if self.issued.failure.is_some() {
+                self.issued.follow_unknown(|| self.issuer.record());
+            }
         }
         *has_moved |= before != (self.issued.count, self.issued.events.len());
         let is_over = self.issued.failure.is_some() || task.is_cancelled() || task.made_copies() == task.units();
