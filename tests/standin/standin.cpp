@@ -102,6 +102,8 @@ struct Task {
 // A stream: a queue of tasks.
 struct Stream_ {
   std::deque<Task> tasks;
+  // Ends of blocks of memory, before the next task that may use this memory.
+  std::vector<Task> ends;
 };
 std::map<std::pair<int, int>, Stream_> streams;
 std::atomic<uint64_t> steps{0};
@@ -166,6 +168,14 @@ void enqueue(int device, int stream, Task task) {
   if (current_device != device) ++faults.wrong_device;
   streams[{device, stream}].tasks.push_back(std::move(task));
   pass_time();
+}
+
+// Precedes a task that uses memory: torch may have given it blocks that were freed before. Until then, the stream may still wait
+// for streams that use these blocks.
+void reuse_memory(int device, int stream) {
+  auto& [tasks, ends] = streams[{device, stream}];
+  for (auto& end : ends) tasks.push_back(std::move(end));
+  ends.clear();
 }
 
 c10::Stream stream_of(int device, int stream) {
@@ -237,14 +247,14 @@ void free_block(void* seen) {
   const auto [bytes, stream, others] = found->second;
   blocks.erase(found);
   alive.device_bytes -= static_cast<int64_t>(bytes);
-  // In the order of the stream of its allocation, like the allocators of real devices.
+  // In the order of the stream of its allocation, where the allocators of real devices use a block again.
   char* memory = used(seen);
   for (const int other : others) meet(device, other, device, stream);
   const auto fill = [memory, bytes = bytes, device] {
     std::memset(memory, kGarbage, bytes);
     arena(device).dead[memory] = bytes;
   };
-  streams[{device, stream}].tasks.push_back({fill});
+  streams[{device, stream}].ends.push_back({fill});
   pass_time();
 }
 
@@ -519,6 +529,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     const auto kept = std::min(bytes, storage.nbytes());
     if (kept > 0) {
       char *to = used(data.get()), *from = used(storage.data());
+      reuse_memory(current_device, current_stream[current_device]);
       enqueue(current_device, current_stream[current_device], {[=] { std::memcpy(to, from, kept); }});
     }
     storage.unsafeGetStorageImpl()->set_data_ptr(std::move(data));
@@ -535,6 +546,7 @@ void lend_to(const std::string& path) {
   host.enqueue = [](void*, int device, void* handle, void (*work)(void*), void* data) {
     const Lock lock(lock_);
     const int stream = static_cast<int>(reinterpret_cast<uintptr_t>(handle)) - 1;
+    reuse_memory(device, stream);
     streams[{device, stream}].tasks.push_back({[=] { work(data); }});
     pass_time();
   };
@@ -611,10 +623,12 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& to, bool non_bloc
     };
     const int other = to.device().index();
     if (crosses || other == device) {
+      reuse_memory(device, stream);
       enqueue(device, stream, {copy});
     } else {
       // Between devices, the current streams of both wait for each other.
       meet(other, current_stream[other], device, stream);
+      reuse_memory(device, stream);
       enqueue(device, stream, {copy});
       meet(device, stream, other, current_stream[other]);
     }

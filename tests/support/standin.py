@@ -173,11 +173,13 @@ def nothing_is_lost(module: Any, *, but: tuple[str, ...] = ()) -> Iterator[None]
 
 
 def wait_until_idle(module: Any) -> None:
-    """Waits until the device has no events of earlier calls. Other threads let them go."""
+    """Waits until the device has no events of earlier calls, and nothing changes. Other threads let things go."""
     until = time.monotonic() + 10
-    while (counts := _kept(module))["events"]:
+    before: dict[str, int] = {}
+    while (counts := _kept(module)) != before or counts["events"]:
         assert time.monotonic() < until, counts
-        time.sleep(0.001)
+        before = counts
+        time.sleep(0.05)
 
 
 def _kept(module: Any) -> dict[str, int]:
