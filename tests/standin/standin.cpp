@@ -170,8 +170,8 @@ void enqueue(int device, int stream, Task task) {
   pass_time();
 }
 
-// Precedes a task that uses memory: torch may have given it blocks that were freed before. Until then, the stream may still wait
-// for streams that use these blocks.
+// Precedes an allocation, or a task that uses memory: torch may have given it blocks that were freed before. Until then, the stream
+// may still wait for streams that use these blocks.
 void reuse_memory(int device, int stream) {
   auto& [tasks, ends] = streams[{device, stream}];
   for (auto& end : ends) tasks.push_back(std::move(end));
@@ -279,7 +279,13 @@ struct Allocator final : c10::Allocator {
       TORCH_CHECK(memory.blocks.empty(), "standin: the arena is full");
       memory.next = 0;
       memory.dead.clear();
+      // Blocks that have not ended in their streams would end other ones.
+      for (auto& [key, stream] : streams) {
+        if (key.first == current_device) stream.ends.clear();
+      }
     }
+    // Torch could give this block memory that was freed before.
+    reuse_memory(current_device, current_stream[current_device]);
     char* seen = memory.seen + memory.next;
     memory.next += rounded;
     memory.blocks[seen] = {bytes, current_stream[current_device], {}};

@@ -69,7 +69,7 @@ pub(crate) struct Issued {
     pub(crate) events: VecDeque<(usize, Box<dyn StreamEvent>)>,
     /// Why the device took no more copies.
     pub(crate) failure: Option<Error>,
-    /// Whether copies were enqueued behind which no event could be recorded.
+    /// Whether copies were enqueued behind which no event is recorded.
     pub(crate) has_unknown: bool,
     /// Whether work is ready that cannot be enqueued yet: the streams do not take it, or memory for its figures is in use.
     pub(crate) is_held_up: bool,

@@ -126,7 +126,8 @@ impl Follower {
     /// Drops the streams of a call in the thread, if there is one.
     pub(crate) fn dispose(&self, streams: SharedStreams) {
         let mut inbox = self.inbox.lock();
-        let Some(thread) = inbox.thread.as_ref().map(|thread| thread.thread().clone()) else {
+        let thread = inbox.thread.as_ref().filter(|_| inbox.closed.is_none()).map(|thread| thread.thread().clone());
+        let Some(thread) = thread else {
             drop(inbox);
             return drop(streams);
         };
@@ -199,7 +200,7 @@ impl Follower {
     }
 }
 
-/// The jobs that the thread follows. When it ends, also by a panic, calls fail, and memory of copies in flight stays.
+/// The jobs that the thread follows. When the thread ends, also by a panic, calls fail, and memory of copies in flight stays.
 struct Followed<'a> {
     follower: &'a Follower,
     jobs: Vec<Job>,
@@ -208,11 +209,12 @@ struct Followed<'a> {
 impl Drop for Followed<'_> {
     fn drop(&mut self) {
         let why = if std::thread::panicking() { "the thread that follows them has panicked" } else { EXITS };
-        let late = {
+        let (late, over) = {
             let mut inbox = self.follower.inbox.lock();
             inbox.closed.get_or_insert(why);
-            std::mem::take(&mut inbox.jobs)
+            (std::mem::take(&mut inbox.jobs), std::mem::take(&mut inbox.over))
         };
+        drop(over);
         self.jobs.drain(..).chain(late).for_each(|job| refuse(job, why));
     }
 }

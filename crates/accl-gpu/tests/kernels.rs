@@ -1,7 +1,7 @@
 //! Every kernel, compiled for the host, against the codecs of `accl-kernels`: equal in every byte.
 //!
 //! The kernels are compiled by the C++ compiler in `CXX` (default `c++`) and run on fibers, see `host/model.hpp`. The
-//! default is a selection of settings. The whole matrix has 1,350 settings and takes about an hour. `ACCL_GPU_MATRIX=n`
+//! default is a selection of settings. The whole matrix has 1,350 settings and takes about half an hour. `ACCL_GPU_MATRIX=n`
 //! checks every n-th of them:
 //! ```text
 //! ACCL_GPU_MATRIX=1 cargo test -p accl-gpu --test kernels -- matrix --nocapture

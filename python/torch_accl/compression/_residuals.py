@@ -188,7 +188,7 @@ class Placed:
 
     def let_go(self, done: torch.futures.Future[Any] | None) -> None:
         """Ends the use of the residuals. If the call has failed (None, or a future with an error), memory of a device is never
-        freed: kernels may still write to it."""
+        freed: kernels may still use it."""
         owners, self._owners = self._owners, ()
         try:
             if done is not None:

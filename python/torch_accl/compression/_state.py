@@ -403,14 +403,15 @@ class CompressionState(OfGroup):
                 placed = None if part.residuals is None else self._residual_store.of_call(part.residuals, given)
                 try:
                     work = self._issue(part, placed, step, one_in, call)
+                    if work is not None and placed:
+                        # The callback keeps the residuals alive until the future completes, even if the state is released
+                        # meanwhile. If results are copied to an accelerator, only these copies are left then, and they do not
+                        # use residuals.
+                        work.get_future().then(placed.let_go)
                 except BaseException:
                     if placed:
                         placed.let_go(None)
                     raise
-                if work is not None and placed:
-                    # The callback keeps the residuals alive until the future completes, even if the state is released meanwhile.
-                    # If results are copied to an accelerator, only these copies are left then, and they do not use residuals.
-                    work.get_future().then(placed.let_go)
             else:
                 with exact():
                     work = call(part, False)

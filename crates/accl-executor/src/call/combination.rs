@@ -232,7 +232,7 @@ pub struct TileCode {
 /// Loss of earlier encodings of these elements.
 #[derive(Clone, Copy, Debug)]
 pub struct TileResidual {
-    /// Address of a float32 for each element, in the tensor's own memory.
+    /// Address of a float32 for each element, in memory of the tensor's device.
     pub address: *mut u8,
     /// Whether a tile whose sums are all zeros leaves its residual alone, and is encoded without it.
     pub skips_zeros: bool,

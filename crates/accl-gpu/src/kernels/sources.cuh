@@ -43,7 +43,7 @@ template <u32 TYPE> struct WithResidual {
     static constexpr bool WANTS_DECODED = true;
     Values<TYPE> base;
     u8 *residual;
-    // Whether the residual is left alone, because all values of the tile are zeros.
+    // Whether the residual is left alone: all values of the tile are zeros, or a flag says so.
     bool is_kept;
 
     DEVICE_MEMBER WithResidual(const Work &work, bool is_kept)
