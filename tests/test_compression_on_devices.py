@@ -266,21 +266,37 @@ def test_a_device_without_room_for_residuals_leaves_them_and_the_encoding_to_the
 
 
 @on_ranks(2, fresh=True, init=False)
-def test_residuals_of_a_failed_call_stay_because_kernels_may_still_write_to_them(rank, world):
-    start(rank, route="kernels")
-    model, state = compressed("standin")
-    train(model, rank, "standin", range(2))
+@pytest.mark.parametrize("failure", ["a launch is refused", "the context is broken"])
+def test_residuals_of_a_failed_call_stay_if_kernels_may_still_write_to_them(rank, world, failure):
+    module = start(rank, "late", route="kernels")
+    store = dist.distributed_c10d._get_default_store()
+    # The first call compares the ranks' settings, and waits for that.
+    model = nn.Linear(64, 512).to("standin")
+    works, _, state = in_flight(rank, model)
+    for work in works:
+        work.wait()
     dist.barrier()
-    if rank == 0:
-        # The second launch of a call fails, and the first one is in flight.
+    if rank == 0 and failure == "a launch is refused":
+        # The second launch. The device still shows when the first one is done.
         ctypes.CDLL(str(standin.build_driver())).accl_standin_fail(b"cuLaunchKernel", 1, 719)
-    with pytest.raises(RuntimeError, match="cuLaunchKernel failed"):
-        train(model, rank, "standin", range(2, 3))
-    kept = {residual.data_ptr() for residual in state._residual_store.contributions.values()}
-    del model, state
-    gc.collect()
-    lost = _residuals._LOST.values()
-    assert lost and {residual.data_ptr() for residual in lost} & kept
+    with pytest.raises(dist.DistBackendError):
+        # The failure of one rank may come before the other one has issued its call.
+        if rank == 1 and failure == "the context is broken":
+            store.wait(["broken"])
+        works, _, _ = in_flight(rank, model, state)
+        if rank == 0 and failure == "the context is broken":
+            # The first kernels are in flight, or done. The others are not enqueued yet.
+            module.break_context(True)
+            store.set("broken", "")
+        for work in works:
+            work.wait()
+    is_unknown = rank == 0 and failure == "the context is broken"
+    lost = {residual.data_ptr() for residual in _residuals._LOST.values()}
+    if is_unknown:
+        assert lost & {residual.data_ptr() for residual in state._residual_store.contributions.values()}
+    else:
+        assert not lost
+    module.break_context(False)
 
 
 @on_ranks(2, fresh=True, init=False)
@@ -460,19 +476,25 @@ def test_a_state_may_be_released_while_its_calls_are_in_flight(rank, world, rout
 
 def release_in_flight(rank):
     """Drops a state, its plan and its residuals between the issue of its calls and the wait for them."""
-    model = nn.Linear(64, 512).to("standin")
-    state = compression.CompressionState(FEEDBACK, model)
+    works, tensors, state = in_flight(rank)
+    del state
+    gc.collect()
+    for work in works:
+        work.wait()
+    assert (tensors[0].cpu() == 2).all()
+
+
+def in_flight(rank, model=None, state=None):
+    """Issues the calls of a model's gradients. Returns them, the gradients and the state."""
+    model = nn.Linear(64, 512).to("standin") if model is None else model
+    state = compression.CompressionState(FEEDBACK, model) if state is None else state
     tensors = [torch.full(parameter.shape, 0.5 + rank, device="standin") for parameter in model.parameters()]
     elements, group = [tensor.numel() for tensor in tensors], dist.group.WORLD
     plan = state.plan(list(model.parameters()), elements, torch.float32, 0, lambda: tensors, group)
     options = dist.AllreduceCoalescedOptions()
     options.asyncOp = True
     works = state.send(plan, 0, lambda part, _: group.allreduce_coalesced(tensors[part.tensors], options))
-    del plan, state
-    gc.collect()
-    for work in works:
-        work.wait()
-    assert (tensors[0].cpu() == 2).all()
+    return works, tensors, state
 
 
 @on_ranks(2, fresh=True, init=False)

@@ -393,7 +393,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return c10::kPrivateUse1; }
   c10::Device exchangeDevice(c10::Device device) const override {
     const auto before = getDevice();
-    setDevice(device);
+    // As with CUDA, the current device is not asked.
+    if (device != before) setDevice(device);
     return before;
   }
   c10::Device getDevice() const override {

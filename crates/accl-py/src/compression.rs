@@ -12,7 +12,7 @@ use accl_engine::{
     Codecs as EngineCodecs, Encoded, Encoding, ErrorStats as EngineStats, Measured as EngineMeasured, MemoryKind,
     Probe, ResidualOwner, Residuals, TensorCodecs,
 };
-use accl_types::{Dtype, Elems, Error};
+use accl_types::{Dtype, Elems, Error, HOLDS_MEMORY};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
@@ -236,6 +236,7 @@ fn refused(error: Error) -> PyErr {
 
 /// Adds this file's classes and functions to the module.
 pub(crate) fn add_functions(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add("_HOLDS_MEMORY", HOLDS_MEMORY)?;
     module.add_class::<Codecs>()?;
     module.add_class::<PyEncoding>()?;
     module.add_class::<ErrorStats>()?;

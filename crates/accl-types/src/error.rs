@@ -180,7 +180,7 @@ constructors! {
 
 /// Addition to the message if the call's tensors may still be written to. Only the rank that owns the tensors shows it,
 /// not ranks to which the error is forwarded.
-const HOLDS_MEMORY: &str = "; the tensors of this call may still be written to, and their memory is never freed: do not use them, and end this \
+pub const HOLDS_MEMORY: &str = "; the tensors of this call may still be written to, and their memory is never freed: do not use them, and end this \
     process when you can";
 
 impl fmt::Display for Error {

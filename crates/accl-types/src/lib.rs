@@ -20,7 +20,7 @@ mod units;
 pub use collective::Collective;
 pub use cpus::{parse_cpus, show_cpus};
 pub use dtype::{Dtype, DtypeClass};
-pub use error::{Context, Error, ErrorKind, Result};
+pub use error::{Context, Error, ErrorKind, HOLDS_MEMORY, Result};
 pub use moment::Moment;
 pub use nearest::{nearest, nearest_within};
 pub use reduce_op::ReduceOp;

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from .. import _native
 from ._scope import CPU, Addresses, OnDevice
 from ._zeros import zeros_among
 
@@ -24,7 +25,7 @@ __all__ = ["Placed", "ResidualStore", "ResidualsOfCall", "TensorResiduals"]
 # of these calls in host memory.
 _MOST_MOVES = 3
 
-# Residuals of calls that have failed, by identity: kernels may still write to their memory.
+# Residuals of calls that have failed, by identity, if kernels may still use their memory.
 _LOST: dict[int, torch.Tensor] = {}
 
 
@@ -186,17 +187,17 @@ class Placed:
         """Ends what is needed only while the call is issued."""
         self._gradients = ()
 
-    def let_go(self, done: torch.futures.Future[Any] | None) -> None:
-        """Ends the use of the residuals. If the call has failed (None, or a future with an error), memory of a device is never
-        freed: kernels may still use it."""
-        owners, self._owners = self._owners, ()
+    def let_go(self, done: torch.futures.Future[Any]) -> None:
+        """Ends the use of the residuals by a call whose future has completed."""
         try:
-            if done is not None:
-                done.value()
-                return
-        except Exception:
-            pass
-        _LOST.update({id(owner): owner for owner in owners if owner.device != CPU})
+            done.value()
+        except Exception as error:
+            self.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the use of the residuals by a call that has failed. If kernels may still use memory of a device, it is never freed."""
+        if _native._HOLDS_MEMORY in str(error):
+            _LOST.update({id(owner): owner for owner in self._owners if owner.device != CPU})
 
     def _of_used(self) -> Addresses:
         """Returns the addresses with 0 for the contributions of gradients that are all zeros."""

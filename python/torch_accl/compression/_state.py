@@ -408,9 +408,9 @@ class CompressionState(OfGroup):
                         # meanwhile. If results are copied to an accelerator, only these copies are left then, and they do not
                         # use residuals.
                         work.get_future().then(placed.let_go)
-                except BaseException:
+                except BaseException as error:
                     if placed:
-                        placed.let_go(None)
+                        placed.fail(error)
                     raise
             else:
                 with exact():
