@@ -387,9 +387,8 @@ def _define() -> None:
 def _bridged_functions() -> list[str]: ...
 def _panic_for_test(name: str) -> None: ...
 def _lend_gpu_driver(path: str | PathLike[str]) -> None: ...
-
-# Text in an error after which memory of the call may still be used.
-_HOLDS_MEMORY: str
+def _holds_memory(error: str) -> bool:
+    """Whether the text of an error says that memory of the call may still be used."""
 
 class _SingleKernels:
     """Kernels of one codec for tensors of one dtype, such as `"float32"`, on one device. For benchmarks."""

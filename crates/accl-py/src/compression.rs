@@ -193,6 +193,12 @@ fn check_codec(text: &str) -> PyResult<String> {
     codec::parse(text).map(|codec| codec.summary().to_string()).map_err(refused)
 }
 
+/// Returns whether the text of an error says that memory of the call may still be used.
+#[pyfunction]
+fn _holds_memory(error: &str) -> bool {
+    error.contains(HOLDS_MEMORY)
+}
+
 /// Returns the rows of the table of codecs.
 #[pyfunction]
 fn codecs(py: Python<'_>) -> PyResult<Vec<Bound<'_, PyDict>>> {
@@ -236,7 +242,7 @@ fn refused(error: Error) -> PyErr {
 
 /// Adds this file's classes and functions to the module.
 pub(crate) fn add_functions(module: &Bound<'_, PyModule>) -> PyResult<()> {
-    module.add("_HOLDS_MEMORY", HOLDS_MEMORY)?;
+    module.add_function(wrap_pyfunction!(_holds_memory, module)?)?;
     module.add_class::<Codecs>()?;
     module.add_class::<PyEncoding>()?;
     module.add_class::<ErrorStats>()?;

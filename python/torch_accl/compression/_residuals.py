@@ -196,7 +196,7 @@ class Placed:
 
     def fail(self, error: BaseException) -> None:
         """Ends the use of the residuals by a call that has failed. If kernels may still use memory of a device, it is never freed."""
-        if _native._HOLDS_MEMORY in str(error):
+        if _native._holds_memory(str(error)):
             _LOST.update({id(owner): owner for owner in self._owners if owner.device != CPU})
 
     def _of_used(self) -> Addresses:
