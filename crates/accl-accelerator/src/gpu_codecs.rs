@@ -37,11 +37,7 @@ impl AllGpuCodecs {
             GpuState::Failed(failures) if *failures >= MOST_FAILURES => return None,
             GpuState::Failed(failures) => *failures += 1,
         }
-        let opened = match &device.libraries {
-            Some(libraries) => Gpu::open_apart(device.vendor, device.ordinal, libraries.clone()),
-            None => Gpu::open(device.vendor, device.ordinal),
-        };
-        let opened = opened.and_then(|gpu| match gpu.has_host_pointers() {
+        let opened = open(device).and_then(|gpu| match gpu.has_host_pointers() {
             true => Ok(gpu),
             false => {
                 Err(Error::unsupported(format!("{} has other addresses for pinned memory than the host", gpu.device())))
@@ -151,13 +147,7 @@ impl GpuCodecs {
     }
 
     fn load(&self, set: &KernelSet, purpose: Purpose) -> Result<Module> {
-        let kernels = used(set, purpose);
-        let mut names: Vec<&str> = kernels.iter().map(|&kernel| set.entry(kernel)).collect();
-        names.sort_unstable();
-        names.dedup();
-        let options = set.options(&kernels);
-        let options: Vec<&str> = options.iter().map(String::as_str).collect();
-        self.gpu.load(&names, &set.source(), &options)
+        load(&self.gpu, set, &used(set, purpose))
     }
 
     /// Returns the address of memory for sums on a stream, which `allocate` provides once.
@@ -170,6 +160,30 @@ impl GpuCodecs {
             Entry::Vacant(none) => Ok(none.insert(allocate()?).address),
         }
     }
+}
+
+/// Opens a GPU.
+///
+/// # Errors
+/// The errors of [`Gpu::open`].
+pub(crate) fn open(device: &GpuDevice) -> Result<Gpu> {
+    match &device.libraries {
+        Some(libraries) => Gpu::open_apart(device.vendor, device.ordinal, libraries.clone()),
+        None => Gpu::open(device.vendor, device.ordinal),
+    }
+}
+
+/// Compiles and loads kernels of a set.
+///
+/// # Errors
+/// The errors of [`Gpu::load`].
+pub(crate) fn load(gpu: &Gpu, set: &KernelSet, kernels: &[Kernel]) -> Result<Module> {
+    let mut names: Vec<&str> = kernels.iter().map(|&kernel| set.entry(kernel)).collect();
+    names.sort_unstable();
+    names.dedup();
+    let options = set.options(kernels);
+    let options: Vec<&str> = options.iter().map(String::as_str).collect();
+    gpu.load(&names, &set.source(), &options)
 }
 
 /// Returns the kernels of a set that calls use.

@@ -7,9 +7,10 @@ use std::sync::Arc;
 use accl_engine::codec::{Codec, RngKey};
 use accl_engine::{TILE_ELEMS, TILE_HEADER_BYTES};
 use accl_gpu::kernels::{Kernel, KernelSet, Options, Span};
-use accl_gpu::{Argument, Gpu, Grid, Module, Stream};
+use accl_gpu::{Argument, Grid, Module, Stream};
 use accl_types::{Dtype, Error, Result};
 
+use crate::gpu_codecs;
 use crate::streams::GpuDevice;
 
 /// Kernels of one codec, for tensors of one dtype on one GPU.
@@ -70,19 +71,11 @@ impl SingleKernels {
     /// Compiles and loads the kernels, which takes some seconds.
     ///
     /// # Errors
-    /// `Device` as for [`Gpu::open`] and [`Gpu::load`]. `Unsupported` if there are no kernels for the codec and the dtype.
+    /// `Device` as for [`accl_gpu::Gpu::open`] and [`accl_gpu::Gpu::load`]. `Unsupported` if there are no kernels for the codec and the dtype.
     pub fn load(device: &GpuDevice, codec: Arc<dyn Codec>, dtype: Dtype) -> Result<Self> {
         let none = || Error::unsupported(format!("no kernel encodes {dtype} by {codec:?}"));
         let set = KernelSet::of_codec(codec.summary(), dtype).ok_or_else(none)?;
-        let gpu = match &device.libraries {
-            Some(libraries) => Gpu::open_apart(device.vendor, device.ordinal, libraries.clone())?,
-            None => Gpu::open(device.vendor, device.ordinal)?,
-        };
-        let kernels = Work::ALL.map(|(_, work)| work.kernel());
-        let names = kernels.map(|kernel| set.entry(kernel));
-        let options = set.options(&kernels);
-        let options: Vec<&str> = options.iter().map(String::as_str).collect();
-        let module = gpu.load(&names, &set.source(), &options)?;
+        let module = gpu_codecs::load(&gpu_codecs::open(device)?, &set, &Work::ALL.map(|(_, work)| work.kernel()))?;
         Ok(Self { codec, dtype, set, module })
     }
 

@@ -86,12 +86,13 @@ impl Rooms {
             None => Storage::new(total)?,
             Some(staging) => {
                 let none = || Error::exhausted(format!("no memory is lent for a sample of {total} bytes"));
-                Storage::lent(staging.lend(total)?.ok_or_else(none)?)
+                let lent = staging.lend(total)?.ok_or_else(none)?;
+                // SAFETY: the memory has these bytes, and nothing else uses them yet.
+                unsafe { lent.address().write_bytes(0, total) };
+                Storage::lent(lent)
             }
         };
         let next = memory.ptr();
-        // SAFETY: the memory has these bytes, and nothing else uses them yet.
-        unsafe { next.write_bytes(0, total) };
         Ok(Self { _memory: memory, next, len_bytes, left: blocks })
     }
 
