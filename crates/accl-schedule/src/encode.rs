@@ -47,6 +47,7 @@ impl Program {
             out_division: self.out_division,
             scratch: Vec::new(),
             codes: emission.codes,
+            is_by_reference: false,
         }
     }
 }

@@ -17,8 +17,8 @@ pub enum Buf {
     Out,
     /// Temporary memory of the call, undefined at its start.
     Scratch,
-    /// Encoded chunks of an encoded program, each written once. Algorithms do not use it: see
-    /// [`crate::Program::encoded`].
+    /// Encoded chunks of an encoded program, or published chunks of a program by reference, each written once. Algorithms
+    /// do not use it: see [`crate::Program::encoded`] and [`crate::Program::by_reference`].
     Code,
 }
 
@@ -38,7 +38,7 @@ pub enum Role {
     Result,
 }
 
-/// An encoded chunk.
+/// An encoded chunk, or a published one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Code {
     /// The chunk of `In` or `Out` that has the same elements.

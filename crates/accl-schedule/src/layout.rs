@@ -465,7 +465,14 @@ mod tests {
     use proptest::prelude::*;
 
     fn program(division: Division, scratch: Vec<(Buf, u32)>) -> Program {
-        Program { ops: Vec::new(), in_division: division, out_division: Division::Whole, scratch, codes: Vec::new() }
+        Program {
+            ops: Vec::new(),
+            in_division: division,
+            out_division: Division::Whole,
+            scratch,
+            codes: Vec::new(),
+            is_by_reference: false,
+        }
     }
 
     fn blocks() -> impl Strategy<Value = Vec<Vec<Elems>>> {

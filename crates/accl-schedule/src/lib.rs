@@ -16,6 +16,7 @@ pub mod layout;
 mod page;
 pub mod patterns;
 pub mod program;
+mod reference;
 mod topology;
 
 pub use algorithms::{ALGORITHMS, Algorithm, Encodes, Fraction, Sums};

@@ -19,8 +19,10 @@ pub struct Program {
     pub out_division: Division,
     /// Scratch chunk k has the size of this chunk of `In` or `Out`.
     pub scratch: Vec<(Buf, u32)>,
-    /// The encoded chunk that each chunk of `Code` is. Empty unless the program is encoded.
+    /// The encoded or published chunk that each chunk of `Code` is. Empty for plain programs.
     pub codes: Vec<Code>,
+    /// Whether messages are references to published chunks: see [`Program::by_reference`].
+    pub is_by_reference: bool,
 }
 
 /// One operation. All spans of an operation have the same length in bytes. Byte k of the result depends only on byte k
@@ -85,10 +87,12 @@ pub enum OpKind {
     /// Decode, add and encode one chunk; only in encoded programs. The other operands are added to the first one in
     /// their order. If `dsts` has a chunk of `Code`, the sum is encoded into it. If `dsts` also has a chunk of `Out`,
     /// that chunk gets the decoded value.
+    ///
+    /// In programs by reference: copy the only operand, or reduce the operands in their order, into one chunk.
     Combine {
         /// The results: a chunk of `Code`, one of `Out`, or both in this order.
         dsts: SmallVec<[Span; 2]>,
-        /// The operands: a chunk of `In` or `Code` each.
+        /// The operands: a chunk of `In` or `Code` each; in programs by reference, of any buffer.
         srcs: SmallVec<[Span; 2]>,
         /// Whether this is the last reduction of the chunk.
         finish: Finish,
@@ -123,6 +127,7 @@ impl Schedule {
             out_division: self.out_division,
             scratch: self.scratch,
             codes: Vec::new(),
+            is_by_reference: false,
         }
     }
 }
@@ -287,7 +292,7 @@ impl Lowering {
         }
     }
 
-    fn action(&mut self, action: Action) {
+    pub(crate) fn action(&mut self, action: Action) {
         match action {
             Action::Send { src, to } => self.push(OpKind::Send { src, to }),
             Action::Recv { dst, from } => self.push(OpKind::Recv { dst, from }),

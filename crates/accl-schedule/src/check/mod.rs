@@ -63,6 +63,25 @@ pub fn check_algorithm(row: &Algorithm, root: Rank, topology: &Topology) -> Resu
 /// # Errors
 /// The first violation that is found.
 pub fn check_programs(case: &Case, programs: &[Program]) -> Result<Report, Violation> {
+    Ok(check_in(&mut values::Pool::default(), case, programs)?.0)
+}
+
+/// Checks the programs of all ranks of one call twice, and whether both ways give the same expressions: the same operands of
+/// each reduction in the same order.
+///
+/// # Errors
+/// The first violation that is found.
+pub fn check_equal(case: &Case, programs: &[Program], others: &[Program]) -> Result<[Report; 2], Violation> {
+    let mut pool = values::Pool::default();
+    let (report, results) = check_in(&mut pool, case, programs)?;
+    let (other, other_results) = check_in(&mut pool, case, others)?;
+    match results == other_results {
+        true => Ok([report, other]),
+        false => Err(Violation::new("the programs reduce in different orders")),
+    }
+}
+
+fn check_in(pool: &mut values::Pool, case: &Case, programs: &[Program]) -> Result<(Report, Vec<u32>), Violation> {
     if programs.len() != case.world as usize {
         return Err(Violation::new(format!("{} programs for a world of {}", programs.len(), case.world)));
     }
@@ -74,17 +93,19 @@ pub fn check_programs(case: &Case, programs: &[Program]) -> Result<Report, Viola
     let graph = order::Graph::new(case, programs)?;
     graph.check_rendezvous(programs)?;
     let sequence = graph.sequence(programs)?;
-    let mut changes = values::Changes::default();
+    let (mut changes, mut results) = (values::Changes::default(), Vec::new());
     for apart in [true, false] {
         let places = |rank: u32| match apart {
             true => Places::separate(),
             false => places(case, rank, &programs[rank as usize]),
         };
-        changes = changes.max(values::check_values(case, programs, &graph, &sequence, &places)?);
+        let (found, outputs) = values::check_values(case, programs, &graph, &sequence, &places, pool)?;
+        changes = changes.max(found);
+        results.extend(outputs);
     }
     let values::Changes { encodings, roundings } = changes;
     let steps = graph.longest_chain(programs, &sequence);
-    Ok(Report { steps, bytes: model::busiest(case, programs), encodings, roundings })
+    Ok((Report { steps, bytes: model::busiest(case, programs), encodings, roundings }, results))
 }
 
 /// Checks some ranks without the whole world: each program alone, and the messages among these ranks. Used for worlds

@@ -136,6 +136,7 @@ pub(super) fn check_shape(case: &Case, rank: u32, program: &Program) -> Result<(
                 OpKind::Reduce { srcs, .. } if srcs.len() < 2 => {
                     return Err(Violation::new("reduces fewer than two operands"));
                 }
+                OpKind::Combine { dsts, srcs, .. } if program.is_by_reference => check_by_reference(dsts, srcs)?,
                 OpKind::Combine { dsts, srcs, .. } => check_combine(dsts, srcs)?,
                 OpKind::Copy { .. } | OpKind::Reduce { .. } => {}
             }
@@ -172,6 +173,14 @@ fn check_combine(dsts: &[Span], srcs: &[Span]) -> Result<(), Violation> {
         return Err(Violation::new("encodes an unchanged chunk again"));
     }
     Ok(())
+}
+
+/// Checks a combination of a program by reference: it makes one chunk.
+fn check_by_reference(dsts: &[Span], srcs: &[Span]) -> Result<(), Violation> {
+    match dsts {
+        [dst] if dst.chunk_count() == 1 && !srcs.is_empty() => Ok(()),
+        _ => Err(Violation::new("makes another number of chunks than one")),
+    }
 }
 
 /// Checks that both sides of a collective are divided equally, block by block.

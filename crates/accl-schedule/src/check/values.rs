@@ -11,7 +11,7 @@ use super::case::{Case, Violation};
 use super::model::{Wanted, block_counts, chunk_counts, wanted};
 use super::order::Graph;
 use crate::ir::{Buf, Finish, Order, Span};
-use crate::program::{OpKind, Places, Program};
+use crate::program::{Op, OpKind, Places, Program};
 
 /// The maximum changes of an element on its way to an output.
 #[derive(Clone, Copy, Debug, Default)]
@@ -41,7 +41,7 @@ enum Node {
 
 /// All expressions.
 #[derive(Default)]
-struct Pool {
+pub(super) struct Pool {
     nodes: Vec<Node>,
     /// The lowest rank in each expression.
     lowest: Vec<u32>,
@@ -168,21 +168,22 @@ impl RankMemory {
 }
 
 /// Runs all operations in an order that respects dependencies and checks the final contents of `Out`. The hazard checks
-/// prove that every such order gives the same result.
+/// prove that every such order gives the same result. Returns the expressions of all outputs by their numbers in `pool`, too.
 pub(super) fn check_values(
     case: &Case,
     programs: &[Program],
     graph: &Graph,
     sequence: &[u32],
     places: &dyn Fn(u32) -> Places,
-) -> Result<Changes, Violation> {
-    let mut pool = Pool::default();
+    pool: &mut Pool,
+) -> Result<(Changes, Vec<u32>), Violation> {
     let mut memories: Vec<RankMemory> =
-        (0..case.world).map(|rank| initial(case, rank, &programs[rank as usize], places(rank), &mut pool)).collect();
+        (0..case.world).map(|rank| initial(case, rank, &programs[rank as usize], places(rank), pool)).collect();
     let mut messages: HashMap<u32, Vec<u32>> = HashMap::new();
     for &number in sequence {
         let (rank, index) = graph.locate(number);
-        let kind = &programs[rank].ops[index].kind;
+        let program = &programs[rank];
+        let kind = &program.ops[index].kind;
         let memory = &mut memories[rank];
         let mut run = || {
             let incoming = |messages: &mut HashMap<u32, Vec<u32>>| {
@@ -215,12 +216,17 @@ pub(super) fn check_values(
                     memory.write(dst, reduced);
                 }
                 OpKind::Combine { dsts, srcs, finish, .. } => {
-                    let mut operands = Vec::new();
+                    let mut operands = SmallVec::new();
                     for src in srcs {
                         operands.extend(memory.read(src)?);
                     }
-                    let mut value = pool.sum(&operands, *finish)?;
-                    if let Some((_, code)) = dsts[0].chunks().find(|(buf, _)| *buf == Buf::Code) {
+                    let mut value = match (program.is_by_reference, &operands[..]) {
+                        (true, &[only]) => only,
+                        (true, _) => pool.reduction(operands, *finish)?,
+                        (false, operands) => pool.sum(operands, *finish)?,
+                    };
+                    let code = dsts[0].chunks().find(|(buf, _)| *buf == Buf::Code && !program.is_by_reference);
+                    if let Some((_, code)) = code {
                         value = pool.number(Node::Encoded { value, rank: rank as u32, code });
                     }
                     for dst in dsts {
@@ -238,11 +244,17 @@ pub(super) fn check_values(
         };
         run().map_err(|why: Violation| why.at(rank as u32, index, kind))?;
     }
-    let changes = check_outputs(case, programs, &pool, &mut memories)?;
+    let (changes, results) = check_outputs(case, programs, pool, &mut memories)?;
     if case.collective == Collective::Barrier {
-        check_barrier(case, programs, graph, sequence)?;
+        check_barrier(case, programs, graph, sequence, |_| true)?;
     }
-    Ok(changes)
+    if programs.iter().any(|program| program.is_by_reference) {
+        for (rank, program) in (0..).zip(programs) {
+            check_reads(rank, program)?;
+        }
+        check_barrier(case, programs, graph, sequence, is_signal)?;
+    }
+    Ok((changes, results))
 }
 
 fn initial(case: &Case, rank: u32, program: &Program, places: Places, pool: &mut Pool) -> RankMemory {
@@ -264,8 +276,8 @@ fn check_outputs(
     programs: &[Program],
     pool: &Pool,
     memories: &mut [RankMemory],
-) -> Result<Changes, Violation> {
-    let mut changes = Changes::default();
+) -> Result<(Changes, Vec<u32>), Violation> {
+    let (mut changes, mut results) = (Changes::default(), Vec::new());
     // The expression that reduces each chunk: found on one rank, then required to be the same on all ranks.
     let mut reductions: HashMap<u32, u32> = HashMap::new();
     // The final expression of each rank's contribution.
@@ -275,6 +287,7 @@ fn check_outputs(
         for chunk in 0..program.out_division.chunks(blocks) {
             let place = |why: &str| Violation::new(format!("chunk {chunk} of the output of rank {rank}: {why}"));
             let number = memory.at(Buf::Out, chunk).ok_or_else(|| place("never written"))?;
+            results.push(number);
             changes.encodings = changes.encodings.max(pool.encodings[number as usize]);
             changes.roundings = changes.roundings.max(pool.roundings[number as usize]);
             match wanted(case, rank, program, chunk) {
@@ -302,11 +315,39 @@ fn check_outputs(
             }
         }
     }
-    Ok(changes)
+    Ok((changes, results))
+}
+
+/// Returns whether an operation is a message without payload.
+fn is_signal(op: &Op) -> bool {
+    matches!(&op.kind, OpKind::Send { src: span, .. } | OpKind::Recv { dst: span, .. } if span.is_empty())
+}
+
+/// Checks that a rank signals only when it has read everything that others published.
+fn check_reads(rank: u32, program: &Program) -> Result<(), Violation> {
+    let is_published = |op: &Op| op.kind.reads().iter().flat_map(Span::ranges).any(|range| range.buf == Buf::Code);
+    let reads: Vec<u32> =
+        (0..).zip(&program.ops).filter(|(_, op)| !is_signal(op) && is_published(op)).map(|(op, _)| op).collect();
+    for (index, op) in program.ops.iter().enumerate().filter(|(_, op)| is_signal(op)) {
+        // Signals follow each other, so it is enough that each follows all reads or an earlier signal.
+        let follows = |&on: &u32| op.deps.iter().any(|dep| dep.on == on && !dep.stream);
+        let follows_signal = op.deps.iter().any(|dep| is_signal(&program.ops[dep.on as usize]));
+        if !follows_signal && !reads.iter().all(follows) {
+            return Err(Violation::new("signals before it has read all chunks").at(rank, index, &op.kind));
+        }
+    }
+    Ok(())
 }
 
 /// Checks that every rank has begun when a rank completes the barrier: each rank has sent a message that led to this.
-fn check_barrier(case: &Case, programs: &[Program], graph: &Graph, sequence: &[u32]) -> Result<(), Violation> {
+/// A rank has begun with its first operation for which `begins` is true.
+fn check_barrier(
+    case: &Case,
+    programs: &[Program],
+    graph: &Graph,
+    sequence: &[u32],
+    begins: impl Fn(&Op) -> bool,
+) -> Result<(), Violation> {
     let words = case.world.div_ceil(64) as usize;
     let mut known = vec![0u64; sequence.len() * words];
     let mut at_end = vec![vec![0u64; words]; programs.len()];
@@ -317,7 +358,7 @@ fn check_barrier(case: &Case, programs: &[Program], graph: &Graph, sequence: &[u
         let (rank, index) = graph.locate(number);
         let op = &programs[rank].ops[index];
         let mut now = vec![0u64; words];
-        now[rank / 64] |= 1 << (rank % 64);
+        now[rank / 64] |= u64::from(begins(op)) << (rank % 64);
         let mut learn = |from: u32| {
             let from = &known[from as usize * words..][..words];
             now.iter_mut().zip(from).for_each(|(now, from)| *now |= from);
