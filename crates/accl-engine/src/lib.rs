@@ -34,7 +34,8 @@ pub use accl_executor::call::{
     TensorCodecs,
 };
 pub use accl_executor::call::{
-    CoderNeeds, Enqueued, External, ExternalCollective, ExternalCombination, ExternalCopy, ExternalTask, LentMemory,
+    CoderNeeds, Enqueued, External, ExternalCollective, ExternalCombination, ExternalCopy, ExternalReduction, ExternalTask,
+    LentMemory, PUBLISHED_ALIGN, PublishedOperand, PublishedResult, Publisher, PublishingNeeds, REFERENCE_BYTES, ReducedTile,
     SampleCopies, SampleCopy, SampledResult, Squares, Staging, TileCode, TileOperand, TileResidual, TileRun,
 };
 pub use accl_executor::call::{PhaseTimes, Phases};

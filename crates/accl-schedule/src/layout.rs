@@ -65,6 +65,12 @@ pub trait Coding: fmt::Debug {
     /// Number of elements that are encoded together. Chunks are cut at multiples of it, counted from the piece's first
     /// element.
     fn grain(&self, piece: u32) -> u64;
+    /// Whether chunks are cut at multiples of the grain only, into parts with about as many bytes on the wire. If not, the chunks
+    /// are those of a plain call.
+    fn has_grains(&self) -> bool {
+        true
+    }
+
     /// Maximum number of elements in a tile, a multiple of the grain.
     fn tile(&self, piece: u32) -> u64;
     /// Bytes of a tile of `elems` elements; 0 for 0 elements.
@@ -127,8 +133,9 @@ impl Layout {
         let mut input = Tensors::new(program.in_division, shape.in_blocks, shape);
         let mut output = Tensors::new(program.out_division, shape.out_blocks, shape);
         if shape.part != Part::WHOLE {
-            input.keep(shape.part, Buf::In, shape.coding);
-            output.keep(shape.part, Buf::Out, shape.coding);
+            let coding = shape.coding.filter(|coding| coding.has_grains());
+            input.keep(shape.part, Buf::In, coding);
+            output.keep(shape.part, Buf::Out, coding);
         }
         let scratch = Scratch::new(program.scratch.iter().map(|&(like, chunk)| match like {
             Buf::In => input.chunk_bytes(chunk),
@@ -278,7 +285,7 @@ impl Tensors {
             block_pieces.push(piece_starts.len() as u32 - 1);
         }
         end.checked_mul(elem_bytes).expect("sizes of a call were checked to fit 64 bits");
-        let grid = shape.coding.map(|coding| Grid::new(blocks, coding));
+        let grid = shape.coding.filter(|coding| coding.has_grains()).map(|coding| Grid::new(blocks, coding));
         Tensors { division, elem_bytes, piece_starts, block_starts, block_pieces, grid, kept: None }
     }
 

@@ -5,10 +5,12 @@
 //! copy where it needs it: it copies, or reduces with other operands, in the plain program's order, so all results have
 //! the same bits. It passes a reference on unchanged. Published chunks lie in chunks of `Code`.
 //!
-//! At its end a program has a barrier. When a rank has passed it, all ranks have read what it published.
+//! At its end a program has two barriers. When a rank has passed the first one, all ranks have read. When it has passed the
+//! second one, all ranks have passed the first one: so they lived, and their memory was what they had published, when this
+//! rank read it.
 //!
 //! Knows no addresses and no bytes. [`crate::check`] proves that the results and their order are the plain program's, and
-//! that a rank ends only when all others have read. Read [`Program::by_reference`] first.
+//! that a rank ends only after both. Read [`Program::by_reference`] first.
 
 use std::collections::HashMap;
 
@@ -34,6 +36,7 @@ impl Program {
         for op in &self.ops {
             emission.op(&op.kind);
         }
+        emission.barrier(request);
         emission.barrier(request);
         Program {
             ops: emission.lowering.ops,

@@ -80,6 +80,19 @@ fn a_rank_that_leaves_before_the_others_have_read_is_refused() {
 }
 
 #[test]
+fn a_program_with_one_barrier_at_its_end_is_refused() {
+    for_each_case(2..=5, |row, case| {
+        let mut programs = by_reference(row, case);
+        for program in &mut programs {
+            let signals = program.ops.iter().filter(|op| is_signal(&op.kind)).count();
+            program.ops.truncate(program.ops.len() - signals / 2);
+        }
+        let why = check_programs(case, &programs).expect_err("a rank may have died before its memory was read").to_string();
+        assert!(why.contains("to have lived when all had read"), "{} {} {case:?}: {why}", row.collective, row.name);
+    });
+}
+
+#[test]
 fn operands_in_another_order_are_refused() {
     refuses("reversed operands", |program, op| {
         let OpKind::Combine { srcs, .. } = &program.ops[op].kind else { return None };

@@ -7,6 +7,7 @@ pub mod calls;
 pub mod devices;
 mod dir_store;
 pub mod pages;
+pub mod publisher;
 mod rigged;
 pub mod tile_coder;
 mod transports;

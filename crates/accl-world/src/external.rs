@@ -11,13 +11,16 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 
+use accl_testkit::publisher::Published;
 use accl_testkit::{Rng, tile_coder};
 use accl_types::{Dtype, Result};
 
 use super::clock::{Agenda, Event};
 use super::scenario::Breaks;
 use accl_engine::sync::Mutex;
-use accl_executor::call::{Codecs, CoderNeeds, External, ExternalCopy, ExternalTask, LentMemory, Staging};
+use accl_executor::call::{
+    Codecs, CoderNeeds, External, ExternalCopy, ExternalTask, LentMemory, Publisher, PublishingNeeds, Staging,
+};
 
 /// Maximum nanoseconds until a task goes on.
 const MOST: u64 = 300_000;
@@ -33,6 +36,7 @@ pub(super) struct ExternalTasks {
 
 struct Running {
     task: ExternalTask,
+    published: Option<Arc<Published>>,
     breaks: Option<Breaks>,
     lingering: Option<Arc<Mutex<Lingering>>>,
     /// An event for the task is on the agenda.
@@ -64,6 +68,8 @@ pub(super) struct Device {
     ring_bytes: u64,
     /// Whether the device computes the tiles of encoded calls.
     is_coder: bool,
+    /// What the rank publishes, if the call is by reference.
+    published: Option<Arc<Published>>,
     rng: Mutex<Rng>,
 }
 
@@ -87,7 +93,7 @@ impl Device {
         let (external_tasks, agenda) = (external_tasks.clone(), agenda.clone());
         let (lingering, ring_bytes) = (lingers.then(Arc::default), (segment * 8).div_ceil(7) << (seed % 3));
         let is_coder = (seed / 4).is_multiple_of(2);
-        Self { external_tasks, agenda, process, breaks, lingering, ring_bytes, is_coder, rng }
+        Self { external_tasks, agenda, process, breaks, lingering, ring_bytes, is_coder, published: None, rng }
     }
 
     /// Returns a worker for other copies of the same call.
@@ -96,7 +102,8 @@ impl Device {
         let (external_tasks, agenda) = (self.external_tasks.clone(), self.agenda.clone());
         let lingering = self.lingering.clone();
         let (process, breaks, ring_bytes, is_coder) = (self.process, self.breaks, self.ring_bytes, self.is_coder);
-        Self { external_tasks, agenda, process, breaks, lingering, ring_bytes, is_coder, rng }
+        let published = self.published.clone();
+        Self { external_tasks, agenda, process, breaks, lingering, ring_bytes, is_coder, published, rng }
     }
 
     fn below(&self, bound: u64) -> u64 {
@@ -122,6 +129,12 @@ impl Staging for Device {
         Arc::new(self.another())
     }
 
+    fn publisher(&self, needs: PublishingNeeds) -> Result<Publisher> {
+        let published = Arc::new(Published::new(needs));
+        let scratch = published.scratch();
+        Ok(Publisher { worker: Arc::new(Self { published: Some(published), ..self.another() }), scratch })
+    }
+
     fn coder(&self, _: &Codecs, _: Dtype, _: CoderNeeds) -> Option<Arc<dyn External>> {
         self.is_coder.then(|| Arc::new(self.another()) as Arc<dyn External>)
     }
@@ -142,17 +155,21 @@ impl External for Device {
             }
         }
         if self.breaks.is_none() && self.lingering.is_none() && self.below(4) == 0 && ready == task.units() {
-            write_all(&task, 0..ready, Half::Both);
+            write_all(&task, self.published.as_deref(), 0..ready, Half::Both);
             return task.done();
         }
-        write_all(&task, 0..ready.min(1), Half::First);
+        let published = self.published.clone();
+        // A reduction in place must not be done twice.
+        if task.reduction().is_none() {
+            write_all(&task, published.as_deref(), 0..ready.min(1), Half::First);
+        }
         let mut external_tasks = self.external_tasks.lock();
         let number = external_tasks.begun;
         external_tasks.begun += 1;
-        let is_copy_in = !task.is_copy_out() && task.combination().is_none();
+        let is_copy_in = !task.is_copy_out() && task.combination().is_none() && task.reduction().is_none();
         let (breaks, lingering) = (self.breaks, self.lingering.clone().filter(|_| is_copy_in));
         let rng = Rng::new(self.rng.lock().next_u64());
-        let running = Running { task, breaks, lingering, is_due: false, stops: false, written: 0, rng };
+        let running = Running { task, published, breaks, lingering, is_due: false, stops: false, written: 0, rng };
         external_tasks.tasks.insert(number, running);
         drop(external_tasks);
         self.copies_are_ready();
@@ -213,7 +230,7 @@ impl Running {
         }
         let end = self.written + self.rng.below((ready - self.written) as u64 + 1) as usize;
         let end = if self.task.made_copies() == self.written { end.max(self.written + 1).min(ready) } else { end };
-        write_all(&self.task, self.written..end, Half::Both);
+        write_all(&self.task, self.published.as_deref(), self.written..end, Half::Both);
         self.written = end;
         let made = self.task.made_copies();
         self.task.note_made(made + 1 + self.rng.below((end - made) as u64) as usize);
@@ -225,11 +242,12 @@ impl Running {
     fn stop(mut self) {
         let ready = self.task.ready_copies();
         if ready == self.task.units() && self.breaks.is_none() && self.rng.below(2) == 0 {
-            write_all(&self.task, self.written..ready, Half::Both);
+            write_all(&self.task, self.published.as_deref(), self.written..ready, Half::Both);
             return self.task.done();
         }
         let end = ready.min(self.written.max(1));
-        write_all(&self.task, 0..end, Half::Second);
+        let begin = if self.task.reduction().is_some() { self.written } else { 0 };
+        write_all(&self.task, self.published.as_deref(), begin..end, Half::Second);
         match self.breaks {
             Some(Breaks::Fails) => self.task.fail("the world wants it"),
             None | Some(Breaks::Drops | Breaks::Hangs | Breaks::AllHang | Breaks::NeverStops) => drop(self.task),
@@ -275,7 +293,11 @@ enum Half {
 }
 
 /// Makes some of the copies of a task that are ready, or computes some of its tiles. Half of a tile is a whole one.
-fn write_all(task: &ExternalTask, range: Range<usize>, half: Half) {
+fn write_all(task: &ExternalTask, published: Option<&Published>, range: Range<usize>, half: Half) {
+    if let Some((reduction, published)) = task.reduction().zip(published) {
+        // SAFETY: as for a combination below; published memory outlives the calls that read it.
+        return unsafe { published.reduce(reduction, range) };
+    }
     match task.combination() {
         // SAFETY: the addresses are memory of this process; the tiles are ready, and only this task may access them.
         Some(combination) => unsafe { tile_coder::combine(combination, range.start as u32..range.end as u32) },

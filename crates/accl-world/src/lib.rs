@@ -60,6 +60,7 @@ fn search(first: u64, time: Duration) -> (u64, Seen) {
                 all.sleeps += seen.sleeps;
                 all.staged += seen.staged;
                 all.coded += seen.coded;
+                all.by_reference += seen.by_reference;
                 all.offloaded += seen.offloaded;
                 all.cut += seen.cut;
             }
@@ -78,6 +79,7 @@ fn what_must_hold_holds_in_every_history() {
     let (worlds, seen) = search(first, Duration::from_secs(seconds));
     println!("{worlds} worlds from seed {first} on in {seconds} s: {seen:?}");
     let counts = [seen.done, seen.failed, seen.fast, seen.sleeps, seen.staged, seen.coded, seen.offloaded, seen.cut];
+    let counts = counts.into_iter().chain([seen.by_reference]).collect::<Vec<_>>();
     assert!(counts.iter().all(|count| *count > 0), "{seen:?}");
 }
 

@@ -419,6 +419,8 @@ impl World<'_> {
             Device::new(&self.external_tasks, &self.agenda, process, breaks, lingers, self.scenario.segment, seed);
         desc.staging = Some(Arc::new(device));
         self.seen.staged += 1;
+        desc.is_by_reference = self.scenario.is_by_reference(item) && desc.collective != Collective::Barrier;
+        self.seen.by_reference += u64::from(desc.is_by_reference);
     }
 
     /// Mirrors `Group::submit_blocking` and `Group::submit`.

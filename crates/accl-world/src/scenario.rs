@@ -488,7 +488,16 @@ impl Scenario {
     pub(super) fn is_staged(&self, item: usize, rank: usize) -> bool {
         let can_be = self.items[item].step == 1;
         let has_staging = self.seed.is_multiple_of(3) || self.seed % 6 == 1;
-        can_be && has_staging && hash_words([self.seed, item as u64, rank as u64]).is_multiple_of(2)
+        let is_drawn = hash_words([self.seed, item as u64, rank as u64]).is_multiple_of(2);
+        can_be && has_staging && is_drawn || self.is_by_reference(item)
+    }
+
+    /// Whether the ranks of a call publish chunks and send references. True for some suitable calls in worlds with staging.
+    pub(super) fn is_by_reference(&self, item: usize) -> bool {
+        let Item { step, codec, collective, composed, .. } = &self.items[item];
+        let moves = !self.items[item].is_message() && *collective != Collective::Barrier;
+        let can_be = moves && *step == 1 && codec.is_none() && composed.is_none() && !self.is_offloaded(item);
+        can_be && self.seed.is_multiple_of(3) && hash_words([self.seed, item as u64, 0x4ef]).is_multiple_of(3)
     }
 
     /// Whether the devices of its group do a call. True for most suitable calls of two groups in three, in every third

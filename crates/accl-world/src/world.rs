@@ -42,6 +42,8 @@ pub(super) struct Seen {
     pub(super) staged: u64,
     /// Staged calls whose tiles the device computes.
     pub(super) coded: u64,
+    /// Staged calls whose ranks read each other's memory.
+    pub(super) by_reference: u64,
     /// Calls that were given to devices.
     pub(super) offloaded: u64,
     /// Calls that were cut into parts for several lanes.

@@ -256,6 +256,9 @@ impl Group {
 
     /// Cuts the call into parts; `None` if other lanes do no parts of it.
     fn cut(&self, desc: &CallDesc) -> Option<Cut> {
+        if desc.is_by_reference {
+            return None;
+        }
         let least = self.engine.least_part_bytes().map_or(self.least, Least::Bytes);
         let lanes = self.lanes.len() as u32 + 1;
         let predicted = Cell::new(0);

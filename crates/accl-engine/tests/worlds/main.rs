@@ -3,6 +3,7 @@
 //! All are one program, because linking takes longer than most of its tests. Under nextest each test runs in a process
 //! of its own. Tests that count threads or descriptors of their process are in another program.
 
+mod by_reference;
 mod calls;
 mod collectives;
 mod concurrency;

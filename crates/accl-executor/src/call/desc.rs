@@ -63,6 +63,9 @@ pub struct CallDesc {
     /// Computes the combinations of an encoded call where its tensors lie, instead of staging these: see
     /// [`Caller::tensor_coder`](crate::group::Caller::tensor_coder).
     pub tensor_coder: Option<Arc<dyn External>>,
+    /// Whether ranks publish chunks in memory that all others read, and send references. All tensors lie on devices, and the
+    /// staging has a [publisher](Staging::publisher). All ranks must set this, or none.
+    pub is_by_reference: bool,
     /// Worker that does the whole collective, once the signatures of all ranks agree. All ranks must set this, or none.
     pub offload: Option<Arc<dyn External>>,
     /// Part of the call that this description covers, if other lanes do the other parts.
@@ -97,6 +100,7 @@ impl CallDesc {
             encoding: Encoded::GroupDefault,
             staging: None,
             tensor_coder: None,
+            is_by_reference: false,
             offload: None,
             part: Part::WHOLE,
             joins: None,
@@ -150,6 +154,7 @@ impl CallDesc {
             && self.seq.is_none()
             && !matches!(self.encoding, Encoded::As(_))
             && self.offload.is_none()
+            && !self.is_by_reference
             && self.part == Part::WHOLE
             && self.phases.is_none()
             && !self.collective.is_point_to_point()
@@ -188,6 +193,7 @@ impl CallDesc {
         self.check_blocks(rank, world)?;
         self.check_memory(rank)?;
         self.check_offload(rank, world)?;
+        self.check_reference(world)?;
         if self.collective.reduces() {
             self.check_reduction()?;
         }
@@ -254,6 +260,20 @@ impl CallDesc {
         let Some((by, why)) = self.offload.as_ref().zip(self.why_on_host(world)) else { return Ok(()) };
         let text = format!("`{}` cannot run the call: {why}", by.name());
         Err(Error::unsupported(text).of(self.collective).on_rank(rank))
+    }
+
+    /// Returns whether a call of this kind can be by reference: a collective that moves or reduces tensors, unscaled and not
+    /// encoded. All ranks get the same answer.
+    pub fn can_be_by_reference(&self, world: u32) -> bool {
+        let moves = !matches!(self.collective, Collective::Barrier | Collective::Send | Collective::Recv);
+        moves && world > 1 && self.op != ReduceOp::PremulSum && self.encoding(world).is_none() && self.seq.is_none()
+    }
+
+    fn check_reference(&self, world: u32) -> Result<()> {
+        if !self.is_by_reference || self.can_be_by_reference(world) && self.offload.is_none() && self.staging.is_some() {
+            return Ok(());
+        }
+        Err(Error::internal("a call of this kind cannot be by reference").of(self.collective))
     }
 
     /// Checks an encoded call: its tensors have one dtype, and there are codecs for each.

@@ -22,6 +22,7 @@ use accl_types::{Collective, Dtype, Error, ErrorKind, Moment, Rank, ReduceOp, Re
 use super::access::Access;
 use super::combination::ExternalCombination;
 use super::external_copy::ExternalCopy;
+use super::published::ExternalReduction;
 use super::tensor::Blocks;
 
 /// Function that wakes the thread that makes progress.
@@ -96,6 +97,7 @@ pub(crate) enum ExternalWork {
     CopyOut(ExternalCopies),
     Collective(Box<ExternalCollective>),
     Combine(Arc<ExternalCombination>),
+    Reduce(Arc<ExternalReduction>),
     /// The parts of the call that other lanes do.
     Parts,
 }
@@ -104,7 +106,10 @@ impl ExternalWork {
     fn copies(&self) -> Option<&ExternalCopies> {
         match self {
             ExternalWork::CopyIn(copies) | ExternalWork::CopyOut(copies) => Some(copies),
-            ExternalWork::Collective(_) | ExternalWork::Combine(_) | ExternalWork::Parts => None,
+            ExternalWork::Collective(_)
+            | ExternalWork::Combine(_)
+            | ExternalWork::Reduce(_)
+            | ExternalWork::Parts => None,
         }
     }
 
@@ -113,6 +118,7 @@ impl ExternalWork {
         match self {
             ExternalWork::CopyIn(copies) | ExternalWork::CopyOut(copies) => copies.copies.len(),
             ExternalWork::Combine(combination) => combination.tiles() as usize,
+            ExternalWork::Reduce(reduction) => reduction.tiles.len(),
             ExternalWork::Collective(_) | ExternalWork::Parts => 0,
         }
     }
@@ -211,6 +217,11 @@ impl ExternalTask {
     /// Returns the combination to compute, if the task is one.
     pub fn combination(&self) -> Option<&Arc<ExternalCombination>> {
         if let ExternalWork::Combine(combination) = &self.work { Some(combination) } else { None }
+    }
+
+    /// Returns the chunk to copy or reduce, if the task is part of a call by reference.
+    pub fn reduction(&self) -> Option<&Arc<ExternalReduction>> {
+        if let ExternalWork::Reduce(reduction) = &self.work { Some(reduction) } else { None }
     }
 
     /// Returns whether the call has failed and wants its memory back. Anything written from then on is unused.

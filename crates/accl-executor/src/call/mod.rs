@@ -8,6 +8,7 @@ mod error_stats;
 mod external;
 mod external_copy;
 mod phases;
+mod published;
 mod staging;
 mod state;
 mod tensor;
@@ -25,6 +26,11 @@ pub use external::{External, ExternalCollective, ExternalTask};
 pub use external_copy::ExternalCopy;
 pub(crate) use phases::Stopwatch;
 pub use phases::{PhaseTimes, Phases};
+pub use published::{
+    ExternalReduction, PUBLISHED_ALIGN, PublishedOperand, PublishedResult, Publisher, PublishingNeeds, REFERENCE_BYTES,
+    ReducedTile,
+};
+pub(crate) use published::Referencing;
 pub use staging::{CoderNeeds, Enqueued, LentMemory, Meeting, Staging};
 pub use state::Waited;
 pub use tensor::{Blocks, MemoryKind, TensorDesc};

@@ -7,11 +7,12 @@ use std::any::Any;
 use std::fmt;
 use std::sync::Arc;
 
-use accl_types::{Dtype, Elems, Result};
+use accl_types::{Dtype, Elems, Error, Result};
 
 use super::encoding::Codecs;
 use super::external::{External, Wake};
 use super::external_copy::ExternalCopy;
+use super::published::{Publisher, PublishingNeeds};
 use super::tensor::TensorDesc;
 
 /// Stages the tensors of one call: copies them to host memory and back.
@@ -60,6 +61,16 @@ pub trait Staging: Send + Sync + fmt::Debug {
     fn coder(&self, codecs: &Codecs, dtype: Dtype, needs: CoderNeeds) -> Option<Arc<dyn External>> {
         let _ = (codecs, dtype, needs);
         None
+    }
+
+    /// Returns the worker of a call by reference: see [`CallDesc::is_by_reference`](super::CallDesc::is_by_reference). Runs in
+    /// the thread that issues the call, without a lock.
+    ///
+    /// # Errors
+    /// `Exhausted` if there is no memory to publish in. The reason why the call is refused.
+    fn publisher(&self, needs: PublishingNeeds) -> Result<Publisher> {
+        let _ = needs;
+        Err(Error::internal("no memory that other ranks can read"))
     }
 
     /// Returns the flag that is set when the last copy of all parts is enqueued. `None` if no thread continues before

@@ -18,7 +18,7 @@ use super::context::{RunContext, flags};
 use super::externals::Externals;
 use super::transfer::{Ahead, Arrival, Excess, Fragment, Incoming, Outgoing, Part, Window};
 use crate::call::{CallState, Wake};
-use crate::memory::{Compute, Storage};
+use crate::memory::{BadTile, Compute, Storage};
 use crate::peers::Members;
 use crate::plan::{Coded, Combination, ExternalStep, FinalSegments, Plan, PlanOp, PlanOpKind, Region, Shape};
 
@@ -48,8 +48,16 @@ pub const OFFLOAD_GRACE: Duration = Duration::from_secs(2);
 /// Edge of a frame that only shows a call's signature.
 pub(crate) const PROBE: u32 = u32::MAX;
 
-/// Returns the error for a message that arrived damaged.
-fn corrupted(from: Rank, why: &str) -> Error {
+/// Returns the error for a tile that arrived damaged, or of another size.
+fn bad_tile(from: Rank, bad: BadTile) -> Error {
+    let why = match bad {
+        BadTile::Damaged(why) => why,
+        BadTile::OtherSize { published, expected } => {
+            return Error::mismatch(format!(
+                "rank {from} sends {published} bytes, but this rank expects {expected}; make the split sizes agree"
+            ));
+        }
+    };
     Error::protocol(format!(
         "data from rank {from} is corrupted: {why}; check the network between the two ranks, and that both run the \
          same version"
@@ -557,7 +565,7 @@ impl Run {
     ) -> Result<()> {
         let end = at + payload.len() as u64;
         let tiles = coded.tiles_in(at)..coded.tiles_in(end);
-        let damaged = |why: String| corrupted(from, &why);
+        let damaged = |bad: BadTile| bad_tile(from, bad);
         let Some(taker) = taker.filter(|_| coded.bytes_of(tiles.start) == at && !tiles.is_empty()) else {
             // A send may have placed them already.
             self.place(fresh);

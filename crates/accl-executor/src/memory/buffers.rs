@@ -10,14 +10,17 @@ use accl_schedule::{Buf, Extent};
 use accl_types::{Collective, Elems, Error, Moment, ReduceOp, Result};
 use smallvec::SmallVec;
 
-use super::overlap::{inputs_need_copy, outputs_are_entangled, outputs_share_elements, refuse_self_overlap};
+use super::overlap::{
+    inputs_need_copy, outputs_are_entangled, outputs_share_elements, refuse_self_overlap, refuse_shared_memory,
+};
+use super::references;
 use super::staged::{Side, StagedMemory};
 use super::storage::Storage;
 use crate::call::{
-    Blocks, CallDesc, External, ExternalCollective, ExternalCombination, ExternalHandle, ExternalWork, Keeps, Meeting,
-    MemoryKind, TensorDesc, Wake,
+    Blocks, CallDesc, External, ExternalCollective, ExternalHandle, ExternalWork, Keeps, Meeting, MemoryKind, Publisher,
+    TensorDesc, Wake,
 };
-use crate::plan::{ExternalStep, StagedCopies};
+use crate::plan::{ExternalStep, Plan, StagedCopies};
 
 type Bases = SmallVec<[*mut u8; 4]>;
 
@@ -39,7 +42,7 @@ pub(crate) struct Buffers {
     staging: Vec<Arc<Storage>>,
     /// Host memory of tensors that only external operations can access.
     staged_memory: Option<Box<StagedMemory>>,
-    /// Computes the combinations of an encoded call where its tensors lie.
+    /// Computes the combinations of a call where its tensors lie.
     tensor_coder: Option<Arc<dyn External>>,
     /// Memory of the sample of such a call.
     sample: Option<Arc<dyn Keeps>>,
@@ -69,6 +72,11 @@ impl Buffers {
     /// outputs that share memory with each other. `Exhausted` if there is no memory for staging.
     pub(crate) fn prepare(desc: &CallDesc, rank: usize) -> Result<Self> {
         let mut buffers = Self::default();
+        if desc.is_by_reference {
+            refuse_shared_memory(desc, rank)?;
+            buffers.set_addresses(desc);
+            return Ok(buffers);
+        }
         if desc.tensor_coder.is_some() {
             // The worker uses the tensors where they lie, and none shares memory in a way that the schedules do not allow.
             buffers.tensor_coder = desc.tensor_coder.clone();
@@ -264,8 +272,7 @@ impl Buffers {
     }
 
     /// Begins to let the worker compute a combination. Returns `None` if the call has no worker for combinations.
-    pub(crate) fn begin_combine(&self, combination: ExternalCombination, wake: &Wake) -> Option<ExternalHandle> {
-        let work = ExternalWork::Combine(Arc::new(combination));
+    pub(crate) fn begin_combine(&self, work: ExternalWork, wake: &Wake) -> Option<ExternalHandle> {
         let keeps = Arc::new((self.staging.clone(), self.sample.clone()));
         Some(ExternalHandle::begin(self.tensor_coder.as_ref()?, work, keeps, wake.clone()))
     }
@@ -386,6 +393,21 @@ impl Buffers {
         let lent = desc.staging.as_ref().map_or(Ok(None), |staging| staging.lend(len_bytes))?;
         let none = || Error::exhausted(format!("no memory is lent for {len_bytes} encoded bytes"));
         let mut storage = Storage::lent(lent.ok_or_else(none)?);
+        self.codes_base = Some(storage.ptr());
+        self.staging.push(Arc::new(storage));
+        Ok(())
+    }
+
+    /// Adds the worker of a call by reference, its temporary memory, and host memory for references, which the worker shares.
+    ///
+    /// # Errors
+    /// The errors of [`crate::call::Staging::publisher`]; `Exhausted`.
+    pub(crate) fn add_publisher(&mut self, desc: &CallDesc, plan: &Plan) -> Result<()> {
+        let Some(staging) = &desc.staging else { return Err(Error::internal("a call by reference has no staging")) };
+        let Publisher { worker, scratch } = staging.publisher(references::needs(desc, plan))?;
+        self.tensor_coder = Some(worker);
+        self.scratch_base = Some(scratch);
+        let mut storage = Storage::new(plan.code_bytes as usize)?;
         self.codes_base = Some(storage.ptr());
         self.staging.push(Arc::new(storage));
         Ok(())

@@ -415,7 +415,7 @@ pub(crate) struct InFrames<'a> {
 
 impl TileMemory<'_> {
     /// Returns the bytes of a tile that is complete.
-    fn bytes(&self, code: &Coded, index: usize) -> &[u8] {
+    pub(super) fn bytes(&self, code: &Coded, index: usize) -> &[u8] {
         let (start, len) = code.range(index);
         let home = self.buffers.address(&code.region.at(start));
         let go = self.frames.go.as_ref().and_then(|(first, bytes)| bytes.get(within(*first, home, len)));
@@ -437,7 +437,7 @@ impl TileMemory<'_> {
     }
 
     /// Returns room for a tile.
-    fn bytes_mut(&mut self, code: &Coded, index: usize) -> &mut [u8] {
+    pub(super) fn bytes_mut(&mut self, code: &Coded, index: usize) -> &mut [u8] {
         let (start, len) = code.range(index);
         let home = self.buffers.address(&code.region.at(start));
         let go = self.frames.go.as_mut().and_then(|(first, bytes)| bytes.get_mut(within(*first, home, len)));

@@ -13,8 +13,10 @@ use smallvec::SmallVec;
 
 use super::buffers::Buffers;
 use super::coder::{Coder, InFrames, TileMemory};
+use super::references::References;
+use super::tile::BadTile;
 use super::tile_runs;
-use crate::call::{CallDesc, ExternalCombination, ExternalHandle, Meeting, Stopwatch, Wake};
+use crate::call::{CallDesc, ExternalCombination, ExternalHandle, ExternalWork, Meeting, Stopwatch, Wake};
 use crate::plan::{Coded, Combination, ExternalStep, PlanOpKind, Region};
 
 /// Memory and arithmetic of one call.
@@ -25,6 +27,8 @@ pub(crate) struct Compute {
     reducer: Option<(Reducer, usize)>,
     /// Coder of an encoded call.
     coder: Option<Box<Coder>>,
+    /// Settings of a call by reference.
+    references: Option<References>,
     /// Stopwatch of a call whose caller requested phase timing.
     watch: Option<Box<Stopwatch>>,
 }
@@ -32,12 +36,17 @@ pub(crate) struct Compute {
 impl Compute {
     /// Creates the compute state of a call. `reducer` comes with the element size in bytes.
     pub(crate) fn new(buffers: Buffers, reducer: Option<(Reducer, usize)>) -> Self {
-        Self { buffers, reducer, coder: None, watch: None }
+        Self { buffers, reducer, coder: None, references: None, watch: None }
     }
 
     /// Returns this state for a call that is encoded.
     pub(crate) fn encoding(self, coder: Coder) -> Self {
         Self { coder: Some(Box::new(coder)), ..self }
+    }
+
+    /// Returns this state for a call by reference.
+    pub(crate) fn referencing(self, references: References) -> Self {
+        Self { references: Some(references), ..self }
     }
 
     /// Returns this state for a call that is timed.
@@ -78,9 +87,12 @@ impl Compute {
 
     /// Begins to let a worker compute a combination where the tensors lie. Returns `None` if the call has no such worker.
     pub(crate) fn begin_combine(&self, op: &Combination, wake: &Wake) -> Option<ExternalHandle> {
-        let coder = self.coder.as_deref()?;
-        let combination = tile_runs::combination(coder, &self.buffers, op);
-        self.buffers.begin_combine(combination, wake)
+        let work = match (&self.references, &self.coder) {
+            (Some(references), _) => ExternalWork::Reduce(Arc::new(references.reduction(&self.buffers, op))),
+            (None, Some(coder)) => ExternalWork::Combine(Arc::new(tile_runs::combination(coder, &self.buffers, op))),
+            (None, None) => return None,
+        };
+        self.buffers.begin_combine(work, wake)
     }
 
     /// Adds the figures of a worker to the measurements of the call.
@@ -92,20 +104,29 @@ impl Compute {
 
     /// Writes the headers of tiles that a worker has computed.
     pub(crate) fn seal(&self, op: &Combination, tiles: Range<u64>) {
-        let Some((coder, code)) = self.coder.as_deref().zip(op.code.as_ref()) else { return };
+        let Some(code) = &op.code else { return };
         let frames = InFrames { come: None, go: None };
-        coder.seal(&mut TileMemory { buffers: &self.buffers, frames }, code, tiles);
+        let mut memory = TileMemory { buffers: &self.buffers, frames };
+        match (&self.references, &self.coder) {
+            (Some(references), _) => references.seal(&mut memory, code, tiles),
+            (None, Some(coder)) => coder.seal(&mut memory, code, tiles),
+            (None, None) => {}
+        }
     }
 
     /// Checks tiles that have arrived. They lie in `frame`, or in the call's memory if that is `None`.
     ///
     /// # Errors
-    /// Description of the first bad tile.
-    pub(crate) fn check_tiles(&self, coded: &Coded, tiles: Range<u64>, frame: Option<&[u8]>) -> Result<(), String> {
-        let Some(coder) = &self.coder else { unreachable!("an encoded call has a coder") };
+    /// The first bad tile.
+    pub(crate) fn check_tiles(&self, coded: &Coded, tiles: Range<u64>, frame: Option<&[u8]>) -> Result<(), BadTile> {
         let home = || self.buffers.address(&coded.region.at(coded.bytes_of(tiles.start)));
         let frames = InFrames { come: frame.map(|bytes| (home(), bytes)), go: None };
-        let check = || coder.check(&TileMemory { buffers: &self.buffers, frames }, coded, tiles);
+        let memory = TileMemory { buffers: &self.buffers, frames };
+        let check = || match (&self.references, &self.coder) {
+            (Some(references), _) => references.check(&memory, coded, tiles),
+            (None, Some(coder)) => coder.check(&memory, coded, tiles).map_err(BadTile::Damaged),
+            (None, None) => unreachable!("a call with tiles is encoded or by reference"),
+        };
         timed(self.watch(), check)
     }
 

@@ -7,6 +7,7 @@ mod compute;
 mod error_probe;
 mod message;
 mod overlap;
+mod references;
 mod staged;
 mod storage;
 mod tile;
@@ -18,6 +19,8 @@ pub use collective_memory::CollectiveMemory;
 pub(crate) use compute::Compute;
 pub use error_probe::Sample;
 pub(crate) use message::MessageMemory;
+pub(crate) use references::References;
+pub(crate) use tile::BadTile;
 pub use tile::TileHead;
 pub(crate) use tile_runs::tensor_coder;
 

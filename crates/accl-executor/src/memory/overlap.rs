@@ -18,6 +18,21 @@ pub(crate) fn refuse_self_overlap(tensor: &TensorDesc) -> Result<()> {
     Ok(())
 }
 
+/// Refuses tensors of a call by reference that share memory in a way that the schedules do not allow, or are not dense.
+pub(super) fn refuse_shared_memory(desc: &CallDesc, rank: usize) -> Result<()> {
+    let pieces = || desc.inputs.pieces().iter().chain(desc.outputs.pieces());
+    if let Some(tensor) = pieces().find(|tensor| !tensor.is_dense_value()) {
+        return Err(Error::internal(format!("a tensor of a call by reference in {} is not dense", tensor.memory())));
+    }
+    let inputs_overlap = || !desc.inputs.is_empty() && inputs_share_memory(desc, rank, TensorDesc::is_dense_value);
+    if outputs_are_entangled(&desc.outputs) || inputs_overlap() {
+        return Err(Error::invalid_argument(
+            "tensors of the call share memory; give each tensor its own, or set ACCL_GPU_ROUTE=staged on all ranks",
+        ));
+    }
+    Ok(())
+}
+
 /// Returns whether the address ranges of two outputs overlap. The outputs share elements, or are interleaved like the
 /// columns of a matrix.
 #[inline]

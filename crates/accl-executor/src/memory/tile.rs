@@ -31,7 +31,26 @@ pub struct TileHead {
     pub has_checksum: bool,
 }
 
+/// Defect of a tile that has arrived.
+#[derive(Debug)]
+pub(crate) enum BadTile {
+    /// Its bytes are not those that its sender wrote.
+    Damaged(String),
+    /// Its sender and this rank have chunks of different sizes.
+    OtherSize {
+        /// Number of bytes that the sender publishes.
+        published: u64,
+        /// Number of bytes of this rank.
+        expected: u64,
+    },
+}
+
 impl TileHead {
+    /// Returns the number of elements that a tile gives.
+    pub(super) fn elems_of(tile: &[u8]) -> u64 {
+        tile.get(4..8).map_or(0, |bytes| u64::from(u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]])))
+    }
+
     fn bytes(self) -> [u8; 12] {
         let mut head = [0; 12];
         head[..2].copy_from_slice(&MAGIC.to_le_bytes());

@@ -12,6 +12,7 @@ use super::key::PlanKey;
 use super::op::{ExternalStep, PlanOp, PlanOpKind};
 use super::region::Region;
 use super::staging::StagedCopies;
+use crate::call::PUBLISHED_ALIGN;
 
 /// A plan may take the fast path if it has up to `FAST_PATH_OPS` operations, each of at most `FAST_PATH_BYTES` bytes.
 const FAST_PATH_OPS: usize = 64;
@@ -51,8 +52,10 @@ pub struct Plan {
     pub(crate) id: u8,
     pub(crate) ops: Vec<PlanOp>,
     pub(crate) scratch_bytes: u64,
-    /// Bytes of memory for encoded chunks; 0 for calls that are not encoded.
+    /// Bytes of memory for encoded chunks or references; 0 for plain calls.
     pub(crate) code_bytes: u64,
+    /// Bytes that this rank publishes in a call by reference: see [`PublishingNeeds`](crate::call::PublishingNeeds).
+    pub(crate) published_bytes: u64,
     /// Total of the longest operation, in bytes (or tiles of a combination).
     pub(crate) longest: u64,
     /// Total bytes of all operations.
@@ -83,7 +86,7 @@ impl Plan {
     /// Returns this plan for tensors that only external operations can access. Two more operations copy them in and
     /// out, and the others stream behind them. If a worker computes the combinations there, nothing is copied.
     pub(super) fn staged(mut self, key: &PlanKey, rank: Rank, least_copy: Bytes) -> Self {
-        if key.staged.are_coded() {
+        if key.staged.are_coded() || key.is_by_reference {
             self.ops.iter_mut().for_each(|op| op.partner = None);
             self.combines_elsewhere = true;
             return self;
@@ -150,7 +153,7 @@ impl Plan {
         let coded = |span: &Span| shape.coding.and_then(|coding| coded(&layout, program, span, coding));
         let (mut receives, mut sends) = (Vec::new(), Vec::new());
         let mut ops: Vec<PlanOp> = Vec::with_capacity(program.ops.len());
-        let mut work = 0;
+        let (mut work, mut published_bytes) = (0, 0);
         for (index, op) in program.ops.iter().enumerate() {
             let mut coded_message = None;
             let (kind, total) = match &op.kind {
@@ -198,7 +201,11 @@ impl Plan {
                         let like = like_of(program, dsts.iter().chain(srcs));
                         combination.set_tiles(layout.tiles(like, coding).collect());
                     }
-                    work += combination.elems() * shape.elem_bytes;
+                    let bytes = combination.elems() * shape.elem_bytes;
+                    work += bytes;
+                    if program.is_by_reference && combination.code.is_some() {
+                        published_bytes += bytes.next_multiple_of(PUBLISHED_ALIGN);
+                    }
                     let total = combination.tiles.len() as u64;
                     (PlanOpKind::Combine(Box::new(combination)), total)
                 }
@@ -213,7 +220,7 @@ impl Plan {
             let coded = coded_message.map(Box::new);
             ops.push(PlanOp { kind, total, coded, partner: None, edge: op.edge, deps, dependents: SmallVec::new() });
         }
-        if shape.coding.is_some() {
+        if shape.coding.is_some() && !program.is_by_reference {
             find_partners(program, &mut ops);
         }
         let mut peers: SmallVec<[Rank; 4]> = receives.iter().chain(&sends).map(|&(peer, ..)| Rank(peer)).collect();
@@ -237,6 +244,7 @@ impl Plan {
             ops,
             scratch_bytes: layout.scratch_bytes(),
             code_bytes: layout.code_bytes(),
+            published_bytes,
             has_receives: !receives.is_empty(),
             receives: EdgeIndex::new(world, receives),
             sends: EdgeIndex::new(world, sends),
@@ -299,7 +307,11 @@ fn find_partners(program: &Program, ops: &mut [PlanOp]) {
 fn like_of<'a>(program: &Program, spans: impl Iterator<Item = &'a Span>) -> (Buf, u32) {
     let mut chunks = spans.flat_map(Span::chunks);
     let Some((buf, chunk)) = chunks.next() else { unreachable!("a combination has a result") };
-    if buf == Buf::Code { program.codes[chunk as usize].like } else { (buf, chunk) }
+    match buf {
+        Buf::Code => program.codes[chunk as usize].like,
+        Buf::Scratch => program.scratch[chunk as usize],
+        Buf::In | Buf::Out => (buf, chunk),
+    }
 }
 
 /// Returns the operations in an order that respects their dependencies. A receive comes only if no other operation is
@@ -403,6 +415,7 @@ pub(super) mod tests {
             codecs: coding.cloned(),
             rounds: false,
             staged: StagedPieces::default(),
+            is_by_reference: false,
             is_offloaded: false,
             part,
         }

@@ -11,6 +11,7 @@ use accl_types::{Bytes, Collective, Error, Rank, Result};
 use super::build::Plan;
 use super::key::PlanKey;
 use super::staging::LEAST_COPY;
+use crate::call::Referencing;
 
 /// Maximum plans kept per group and per part of calls. When it is reached, the cache is emptied: a program that never
 /// repeats a shape gains nothing from a cache.
@@ -33,8 +34,8 @@ impl Planner {
         Self { chooser, rank, least_copy: LEAST_COPY }
     }
 
-    /// Returns this planner with another minimum size for the copies of staged tensors. For tests, whose tensors are
-    /// small.
+    /// Returns this planner with another minimum size for the copies of staged tensors, which is the size of published
+    /// tiles, too. For tests, whose tensors are small.
     #[must_use]
     pub fn with_least_copy(self, least_copy: Bytes) -> Self {
         Self { least_copy, ..self }
@@ -74,14 +75,19 @@ impl Planner {
         };
         let request = Request { collective: key.collective, world, rank: self.rank, root: key.root, topology };
         let mut program = (algorithm.build)(&request).lower(&request);
+        let (elem_bytes, tile_bytes) = (key.elem_bytes, self.least_copy.0);
+        let referencing = key.is_by_reference.then_some(Referencing { elem_bytes, tile_bytes });
         if encoded {
             program = program.encoded(algorithm, &request);
+        } else if referencing.is_some() {
+            program = program.by_reference(&request);
         }
+        let of_codecs = key.codecs.as_ref().map(|codecs| codecs as &dyn Coding);
         let shape = CallShape {
             elem_bytes: key.elem_bytes,
             in_blocks: &key.inputs,
             out_blocks: &key.outputs,
-            coding: key.codecs.as_ref().map(|codecs| codecs as &dyn Coding),
+            coding: of_codecs.or(referencing.as_ref().map(|referencing| referencing as &dyn Coding)),
             part: key.part,
         };
         let plan = Plan::new(algorithm, &program, &shape, world);
@@ -93,7 +99,7 @@ impl Planner {
 
 impl Planner {
     fn staged(&self, plan: Plan, key: &PlanKey) -> Plan {
-        if key.staged.is_empty() { plan } else { plan.staged(key, self.rank, self.least_copy) }
+        if key.staged.is_empty() && !key.is_by_reference { plan } else { plan.staged(key, self.rank, self.least_copy) }
     }
 
     /// Creates the plan of an offloaded collective: a barrier of all ranks, then the external operation.

@@ -24,6 +24,8 @@ pub struct PlanKey {
     pub(crate) rounds: bool,
     /// Memory of the tensors, if external operations stage some of them.
     pub(crate) staged: StagedPieces,
+    /// Whether messages are references to published chunks.
+    pub(crate) is_by_reference: bool,
     /// Whether the whole collective is an external operation.
     pub(crate) is_offloaded: bool,
     /// Part of the call that the plan covers.
@@ -57,7 +59,7 @@ pub(crate) enum PieceMemory {
     Host,
     /// Memory that only external operations access.
     Device,
-    /// The same, of an encoded call whose combinations a worker computes there. It is not staged.
+    /// The same, of a call whose combinations a worker computes there: encoded, or by reference. It is not staged.
     Coded,
     /// Host memory of a measured call's sample, which is filled when everything has been copied in.
     Sample,
@@ -75,7 +77,8 @@ impl StagedPieces {
         if !desc.is_staged() {
             return Self::default();
         }
-        let device = if desc.tensor_coder.is_some() { PieceMemory::Coded } else { PieceMemory::Device };
+        let is_coded = desc.tensor_coder.is_some() || desc.is_by_reference;
+        let device = if is_coded { PieceMemory::Coded } else { PieceMemory::Device };
         let has_sample = desc.has_sample();
         let kinds = |blocks: &Blocks| -> SmallVec<[PieceMemory; 4]> {
             let kind = |(index, tensor): (usize, &TensorDesc)| match tensor.memory() {

@@ -28,7 +28,7 @@ pub struct Shape {
     /// Header of a message that fits one frame, without group, sequence number and edge; `None` if the signature does
     /// not fit.
     pub(crate) whole: Option<Header>,
-    /// Reducer and element size in bytes; `None` for calls that only move data or are encoded.
+    /// Reducer and element size in bytes; `None` for calls that only move data, are encoded, or are by reference.
     pub(crate) reducer: Option<(Reducer, usize)>,
 }
 
@@ -47,6 +47,7 @@ struct Key {
     inputs: Sizes,
     outputs: Sizes,
     staged: StagedPieces,
+    is_by_reference: bool,
 }
 
 #[derive(PartialEq, Eq)]
@@ -90,6 +91,7 @@ impl Key {
             inputs: Sizes::of(&desc.inputs),
             outputs: Sizes::of(&desc.outputs),
             staged: StagedPieces::of(desc),
+            is_by_reference: desc.is_by_reference,
         }
     }
 
@@ -106,6 +108,7 @@ impl Key {
             && self.root == desc.root
             && self.equal_blocks == desc.equal_blocks
             && self.part == desc.part
+            && self.is_by_reference == desc.is_by_reference
             && match (self.alone, desc.alone()) {
                 (Some(known), Some(tensor)) => known == (tensor.len_bytes(), tensor.dtype),
                 _ => self.inputs.fit(&desc.inputs) && self.outputs.fit(&desc.outputs),
@@ -211,8 +214,8 @@ impl Draft {
         let is_encoded = codecs.is_some();
         let plan_key = plan_key(desc, elem, codecs);
         check_kept_block(desc.collective, &plan_key, rank)?;
-        // Encoded tensors are added in float32, whatever their dtype, and need no reducer.
-        let reducer = if reduces && !is_encoded {
+        // Encoded tensors are added in float32, whatever their dtype, and need no reducer. A worker reduces by reference.
+        let reducer = if reduces && !is_encoded && !desc.is_by_reference {
             Some((Reducer::new(kernel_op(desc.op), desc.dtype, world)?, elem))
         } else {
             None
@@ -246,6 +249,7 @@ fn plan_key(desc: &CallDesc, elem: usize, codecs: Option<Arc<Codecs>>) -> PlanKe
         codecs: codecs.map(|codecs| TypedCodecs { codecs, dtype: desc.dtype }),
         rounds: desc.collective.reduces() && desc.dtype.class() == DtypeClass::Float16 && rounds(desc.op),
         staged: StagedPieces::of(desc),
+        is_by_reference: desc.is_by_reference,
         is_offloaded: desc.offload.is_some(),
         part: desc.part,
     }

@@ -11,6 +11,9 @@ use super::key::PlanKey;
 use crate::call::{CallDesc, Codecs};
 use accl_types::hash::{fold, hash_words};
 
+/// Word of a call by reference, in place of the word of its codecs.
+const BY_REFERENCE: u64 = u64::MAX;
+
 /// Returns the signature of a checked call.
 pub(super) fn signature(desc: &CallDesc, key: &PlanKey, algorithm: u8) -> Signature {
     let total = |blocks: &[Vec<Elems>]| blocks.iter().flatten().map(|elems| elems.0).sum::<u64>();
@@ -42,7 +45,11 @@ pub(super) fn signature(desc: &CallDesc, key: &PlanKey, algorithm: u8) -> Signat
             Part::WHOLE => shape.map_or(0, |blocks| fold(hash_blocks(blocks))),
             part => fold(hash_words([shape.map_or(0, |blocks| hash_blocks(blocks)), u64::from(part.of)])),
         },
-        reserved: key.codecs.as_ref().map_or(0, |typed| typed.codecs.word()),
+        reserved: match &key.codecs {
+            Some(typed) => typed.codecs.word(),
+            None if key.is_by_reference => BY_REFERENCE,
+            None => 0,
+        },
     }
 }
 
@@ -54,6 +61,15 @@ fn hash_blocks(blocks: &[Vec<Elems>]) -> u64 {
 /// Returns the error for two ranks that issued different calls with one sequence number.
 pub(crate) fn disagreement(seq: u64, (my_rank, mine): (Rank, &Signature), (from, theirs): (Rank, &Signature)) -> Error {
     let (mine_text, theirs_text) = (describe(mine), describe(theirs));
+    let is_by_reference = |signature: &Signature| signature.reserved == BY_REFERENCE;
+    if mine.collective == theirs.collective && is_by_reference(mine) != is_by_reference(theirs) {
+        let [on_gpu, other] = if is_by_reference(mine) { [my_rank, from] } else { [from, my_rank] };
+        return Error::mismatch(format!(
+            "ranks disagree on call {seq}: rank {my_rank} called {mine_text}, rank {from} called {theirs_text}, and only rank \
+             {on_gpu} has all tensors on a GPU; move the tensors of rank {other} to its GPU, or set ACCL_GPU_ROUTE=staged on all ranks"
+        ))
+        .with_peer(from);
+    }
     if mine_text == theirs_text && mine.reserved != theirs.reserved {
         return disagreement_on_codecs(seq, (my_rank, mine), (from, theirs)).with_peer(from);
     }

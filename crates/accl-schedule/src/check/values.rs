@@ -246,13 +246,10 @@ pub(super) fn check_values(
     }
     let (changes, results) = check_outputs(case, programs, pool, &mut memories)?;
     if case.collective == Collective::Barrier {
-        check_barrier(case, programs, graph, sequence, |_| true)?;
+        check_barrier(case, programs, graph, sequence)?;
     }
     if programs.iter().any(|program| program.is_by_reference) {
-        for (rank, program) in (0..).zip(programs) {
-            check_reads(rank, program)?;
-        }
-        check_barrier(case, programs, graph, sequence, is_signal)?;
+        check_leaving(case, programs, graph, sequence)?;
     }
     Ok((changes, results))
 }
@@ -340,42 +337,82 @@ fn check_reads(rank: u32, program: &Program) -> Result<(), Violation> {
 }
 
 /// Checks that every rank has begun when a rank completes the barrier: each rank has sent a message that led to this.
-/// A rank has begun with its first operation for which `begins` is true.
-fn check_barrier(
-    case: &Case,
-    programs: &[Program],
-    graph: &Graph,
-    sequence: &[u32],
-    begins: impl Fn(&Op) -> bool,
-) -> Result<(), Violation> {
-    let words = case.world.div_ceil(64) as usize;
-    let mut known = vec![0u64; sequence.len() * words];
-    let mut at_end = vec![vec![0u64; words]; programs.len()];
-    for (rank, end) in at_end.iter_mut().enumerate() {
-        end[rank / 64] |= 1 << (rank % 64);
+fn check_barrier(case: &Case, programs: &[Program], graph: &Graph, sequence: &[u32]) -> Result<(), Violation> {
+    let known = Known::spread(case, programs, graph, sequence, |_, _| true);
+    known.check_ends(case, programs, graph, "is known to have entered")
+}
+
+/// Checks the end of programs by reference: a rank ends only when all ranks are known to have read, and to have lived after
+/// that.
+fn check_leaving(case: &Case, programs: &[Program], graph: &Graph, sequence: &[u32]) -> Result<(), Violation> {
+    for (rank, program) in (0..).zip(programs) {
+        check_reads(rank, program)?;
     }
-    for &number in sequence {
-        let (rank, index) = graph.locate(number);
-        let op = &programs[rank].ops[index];
-        let mut now = vec![0u64; words];
-        now[rank / 64] |= u64::from(begins(op)) << (rank % 64);
-        let mut learn = |from: u32| {
-            let from = &known[from as usize * words..][..words];
-            now.iter_mut().zip(from).for_each(|(now, from)| *now |= from);
-        };
-        op.deps.iter().for_each(|dep| learn(graph.number(rank, dep.on as usize)));
-        match op.kind {
-            OpKind::Recv { .. } | OpKind::RecvReduce { .. } => learn(graph.partner(number)),
-            OpKind::Send { .. } | OpKind::Copy { .. } | OpKind::Reduce { .. } | OpKind::Combine { .. } => {}
+    let read = Known::spread(case, programs, graph, sequence, |_, op| is_signal(op));
+    let lived = Known::spread(case, programs, graph, sequence, |number, _| read.missing(number).is_none());
+    lived.check_ends(case, programs, graph, "is known to have lived when all had read")
+}
+
+/// For each operation, the ranks that have begun for certain when it is complete.
+struct Known {
+    world: u32,
+    words: usize,
+    /// One bit for each rank, operation by operation.
+    bits: Vec<u64>,
+}
+
+impl Known {
+    /// Follows dependencies and messages from the operations of each rank for which `begins` is true.
+    fn spread(
+        case: &Case,
+        programs: &[Program],
+        graph: &Graph,
+        sequence: &[u32],
+        begins: impl Fn(u32, &Op) -> bool,
+    ) -> Self {
+        let words = case.world.div_ceil(64) as usize;
+        let mut bits = vec![0u64; sequence.len() * words];
+        for &number in sequence {
+            let (rank, index) = graph.locate(number);
+            let op = &programs[rank].ops[index];
+            let mut now = vec![0u64; words];
+            now[rank / 64] |= u64::from(begins(number, op)) << (rank % 64);
+            let mut learn = |from: u32| {
+                let from = &bits[from as usize * words..][..words];
+                now.iter_mut().zip(from).for_each(|(now, from)| *now |= from);
+            };
+            op.deps.iter().for_each(|dep| learn(graph.number(rank, dep.on as usize)));
+            match op.kind {
+                OpKind::Recv { .. } | OpKind::RecvReduce { .. } => learn(graph.partner(number)),
+                OpKind::Send { .. } | OpKind::Copy { .. } | OpKind::Reduce { .. } | OpKind::Combine { .. } => {}
+            }
+            bits[number as usize * words..][..words].copy_from_slice(&now);
         }
-        at_end[rank].iter_mut().zip(&now).for_each(|(end, now)| *end |= now);
-        known[number as usize * words..][..words].copy_from_slice(&now);
+        Self { world: case.world, words, bits }
     }
-    for (rank, end) in at_end.iter().enumerate() {
-        let is_known = |other: &u32| end[*other as usize / 64] >> (other % 64) & 1 == 1;
-        if let Some(missing) = (0..case.world).find(|other| !is_known(other)) {
-            return Err(Violation::new(format!("rank {rank} leaves before rank {missing} is known to have entered")));
+
+    /// Returns a rank that has not begun for certain when an operation is complete.
+    fn missing(&self, number: u32) -> Option<u32> {
+        self.missing_in(&self.bits[number as usize * self.words..][..self.words])
+    }
+
+    fn missing_in(&self, bits: &[u64]) -> Option<u32> {
+        (0..self.world).find(|&rank| bits[rank as usize / 64] >> (rank % 64) & 1 == 0)
+    }
+
+    /// Checks that all ranks have begun when a rank has done all its operations. The rank itself has.
+    fn check_ends(&self, case: &Case, programs: &[Program], graph: &Graph, what: &str) -> Result<(), Violation> {
+        for (rank, program) in programs.iter().enumerate() {
+            let mut end = vec![0u64; self.words];
+            end[rank / 64] |= 1 << (rank % 64);
+            for number in (0..program.ops.len()).map(|index| graph.number(rank, index)) {
+                let of_op = &self.bits[number as usize * self.words..][..self.words];
+                end.iter_mut().zip(of_op).for_each(|(end, of_op)| *end |= of_op);
+            }
+            if let Some(missing) = self.missing_in(&end).filter(|_| case.world > 1) {
+                return Err(Violation::new(format!("rank {rank} leaves before rank {missing} {what}")));
+            }
         }
+        Ok(())
     }
-    Ok(())
 }
