@@ -91,7 +91,20 @@ class DriverCounts(ctypes.Structure):
 
     _fields_ = [
         (name, ctypes.c_int64)
-        for name in ("contexts", "modules", "events", "programs", "tasks", "loads", "compiles", "calls", "launches")
+        for name in (
+            "contexts",
+            "modules",
+            "events",
+            "programs",
+            "tasks",
+            "loads",
+            "compiles",
+            "calls",
+            "launches",
+            "allocations",
+            "imports",
+            "copies",
+        )
     ]
 
 

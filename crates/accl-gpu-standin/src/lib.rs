@@ -46,12 +46,18 @@ pub struct Counts {
     pub calls: i64,
     /// Launches of kernels so far.
     pub launches: i64,
+    /// Allocations of device memory by the driver.
+    pub allocations: i64,
+    /// Imports of other processes' memory that are not closed.
+    pub imports: i64,
+    /// Copies from device memory to device memory so far.
+    pub copies: i64,
 }
 
 impl Counts {
     /// Returns whether nothing is left that its owner should have released.
     pub fn is_empty(&self) -> bool {
-        (self.contexts, self.modules, self.events, self.programs) == (0, 0, 0, 0)
+        [self.contexts, self.modules, self.events, self.programs, self.allocations, self.imports] == [0; 6]
     }
 }
 
@@ -161,6 +167,14 @@ impl Standin {
         let call = unsafe { self.function::<unsafe extern "C" fn(c_int, c_int, c_int)>("accl_standin_version") };
         // SAFETY: the function accepts all numbers.
         unsafe { call(driver, major, minor) };
+    }
+
+    /// Sets the most bytes that the driver's allocations may have together. 0: no limit.
+    pub fn memory_limit(&self, bytes: usize) {
+        // SAFETY: the header declares this type.
+        let call = unsafe { self.function::<unsafe extern "C" fn(usize)>("accl_standin_memory_limit") };
+        // SAFETY: the function accepts all numbers.
+        unsafe { call(bytes) };
     }
 
     /// Returns what is alive.

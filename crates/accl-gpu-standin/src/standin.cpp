@@ -5,14 +5,17 @@
 // current context fail without one. Any call can be made to fail. The compiler is g++: the kernels' source becomes a shared
 // object, which is the code that modules load.
 //
-// Owns contexts, modules, events, programs, and streams and memory unless another stand-in lends its own: see `standin.h`.
+// Owns contexts, modules, events, programs, allocations that processes share, and streams and memory unless another stand-in
+// lends its own: see `standin.h`.
 // A source follows the rules of accl-gpu's kernels: each is `KERNEL(name, threads)`, and has one parameter `Args`.
-// Read `Streams` first, and `CALL`, with which every function of the vendors' interface begins.
+// Read `Streams` first, `Shared` for memory of several processes, and `CALL`, with which every function of the vendors' interface begins.
 
 #include "standin.h"
 
 #include <dlfcn.h>
+#include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -61,14 +64,17 @@ constexpr size_t kMostArguments = 4096;
 enum Code {
   kSuccess = 0,
   kInvalidValue = 1,
+  kOutOfMemory = 2,
   kInvalidDevice = 101,
   kInvalidImage = 200,
   kInvalidContext = 201,
   kNoBinary = 209,
+  kNoPeerAccess = 217,
   kInvalidHandle = 400,
   kNotFound = 500,
   kNotReady = 600,
   kLaunchFailed = 719,
+  kNotSupported = 801,
 };
 
 struct Words {
@@ -83,10 +89,12 @@ constexpr Words kWords[] = {
     {200, "CUDA_ERROR_INVALID_IMAGE", "device kernel image is invalid"},
     {201, "CUDA_ERROR_INVALID_CONTEXT", "invalid device context"},
     {209, "CUDA_ERROR_NO_BINARY_FOR_GPU", "no kernel image is available for execution on the device"},
+    {217, "CUDA_ERROR_PEER_ACCESS_UNSUPPORTED", "peer access is not supported between these two devices"},
     {400, "CUDA_ERROR_INVALID_HANDLE", "invalid resource handle"},
     {500, "CUDA_ERROR_NOT_FOUND", "named symbol not found"},
     {600, "CUDA_ERROR_NOT_READY", "device not ready"},
     {719, "CUDA_ERROR_LAUNCH_FAILED", "unspecified launch failure"},
+    {801, "CUDA_ERROR_NOT_SUPPORTED", "operation not supported"},
 };
 
 // Codes of the compiler.
@@ -117,7 +125,7 @@ struct Failures {
   std::string last;
 };
 Failures failures;
-std::atomic<int64_t> calls{0}, launches{0};
+std::atomic<int64_t> calls{0}, launches{0}, copies{0};
 
 // Returns the code with which a call fails; 0 for none.
 int drawn(const char *name) {
@@ -140,6 +148,119 @@ int drawn(const char *name) {
 #define CALL_OR_FAIL(name) \
   CALL(name);              \
   if (fails != 0) return fails
+
+// --- memory that processes share ---
+
+struct Range {
+  unsigned long long begin, end;
+  unsigned is_writable, reserved;
+};
+
+// Allocations of the driver and imported ones. Each is a file in memory, mapped without access rights outside of tasks. Tasks
+// of several threads may run at the same time, so a lock of its own guards the access; no other lock is taken with it.
+class Shared {
+ public:
+  struct Mapping {
+    int device = 0, file = -1;
+    size_t bytes = 0;
+    uint64_t id = 0;     // of the file
+    int64_t opened = 0;  // imports of it; 0 for an allocation
+  };
+
+  // Maps a file, which the mapping then owns. Returns 0 if the system refuses.
+  uint64_t map(const Mapping &mapping) {
+    const std::lock_guard<std::mutex> lock(lock_);
+    const int rights = users_ > 0 ? PROT_READ | PROT_WRITE : PROT_NONE;
+    void *address = ::mmap(nullptr, mapping.bytes, rights, MAP_SHARED | MAP_NORESERVE, mapping.file, 0);
+    if (address == MAP_FAILED) return 0;
+    const auto begin = reinterpret_cast<uint64_t>(address);
+    mappings_[begin] = mapping;
+    return begin;
+  }
+
+  // Ends the mapping that begins at an address. The address is never used again, so that late accesses end the process.
+  void unmap(uint64_t begin) {
+    const std::lock_guard<std::mutex> lock(lock_);
+    const auto found = mappings_.find(begin);
+    const auto flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED;
+    ::mmap(reinterpret_cast<void *>(begin), found->second.bytes, PROT_NONE, flags, -1, 0);
+    ::close(found->second.file);
+    mappings_.erase(found);
+  }
+
+  // Changes the number of imports of a mapping that has become one. Returns the new number.
+  int64_t open(uint64_t begin, int change) {
+    const std::lock_guard<std::mutex> lock(lock_);
+    return mappings_.at(begin).opened += change;
+  }
+
+  // Finds the mapping that contains an address, and copies it. Returns its first address; 0 if there is none.
+  uint64_t find(uint64_t address, Mapping &mapping) {
+    const std::lock_guard<std::mutex> lock(lock_);
+    auto after = mappings_.upper_bound(address);
+    if (after == mappings_.begin()) return 0;
+    mapping = (--after)->second;
+    return address - after->first < mapping.bytes ? after->first : 0;
+  }
+
+  // Finds the import of a file on a device. Returns 0 if there is none.
+  uint64_t find_import(int device, uint64_t id) {
+    const std::lock_guard<std::mutex> lock(lock_);
+    for (const auto &[begin, mapping] : mappings_)
+      if (mapping.opened > 0 && mapping.device == device && mapping.id == id) return begin;
+    return 0;
+  }
+
+  // Begins a task, or ends it: memory has access rights while there is a task.
+  void access(bool on) {
+    const std::lock_guard<std::mutex> lock(lock_);
+    users_ += on ? 1 : -1;
+    if (users_ != (on ? 1 : 0)) return;
+    for (const auto &[begin, mapping] : mappings_)
+      ::mprotect(reinterpret_cast<void *>(begin), mapping.bytes, on ? PROT_READ | PROT_WRITE : PROT_NONE);
+  }
+
+  // Appends the memory that kernels of a device may use.
+  void append_to(std::vector<Range> &ranges, int device) {
+    const std::lock_guard<std::mutex> lock(lock_);
+    for (const auto &[begin, mapping] : mappings_)
+      if (mapping.device == device) ranges.push_back({begin, begin + mapping.bytes, 1, 0});
+  }
+
+  // Counts the allocations, their bytes and the imports.
+  void count(int64_t &allocations, size_t &bytes, int64_t &imports) {
+    const std::lock_guard<std::mutex> lock(lock_);
+    allocations = imports = 0, bytes = 0;
+    for (const auto &[begin, mapping] : mappings_) {
+      imports += mapping.opened;
+      allocations += mapping.opened == 0;
+      bytes += mapping.opened == 0 ? mapping.bytes : 0;
+    }
+  }
+
+ private:
+  std::mutex lock_;
+  int users_ = 0;
+  std::map<uint64_t, Mapping> mappings_;
+};
+Shared shared;
+size_t memory_limit = 0;
+
+// A handle of an allocation, which other processes open by the number of its file in this process.
+struct Handle {
+  char magic[8];
+  int32_t process, file;
+  uint64_t bytes, id;
+  char reserved[32];
+};
+static_assert(sizeof(Handle) == 64, "a handle has the vendors' size");
+constexpr char kHandleMagic[8] = {'s', 't', 'a', 'n', 'd', 'i', 'p', 'c'};
+
+// Whether ACCL_GPU_STANDIN_IPC has a value: see `standin.h`.
+bool ipc_is(const char *value) {
+  const char *found = std::getenv("ACCL_GPU_STANDIN_IPC");
+  return found != nullptr && std::strcmp(found, value) == 0;
+}
 
 // --- streams and memory ---
 
@@ -220,7 +341,9 @@ void enqueue(int device, void *stream, std::function<void()> work) {
   const auto run = [](void *data) {
     const std::unique_ptr<Task> task(static_cast<Task *>(data));
     host.access(host.self, task->device, 1);
+    shared.access(true);
     task->work();
+    shared.access(false);
     host.access(host.self, task->device, 0);
   };
   host.enqueue(host.self, device, stream, run, new Task{device, std::move(work)});
@@ -253,10 +376,6 @@ struct Head {
 };
 constexpr char kMagic[8] = {'s', 't', 'a', 'n', 'd', 'i', 'n', 0};
 
-struct Range {
-  unsigned long long begin, end;
-  unsigned is_writable, reserved;
-};
 using Launch = const char *(*)(void (*)(const void *), const void *, unsigned, unsigned, unsigned, const Range *, unsigned);
 
 struct Module_ {
@@ -402,6 +521,14 @@ EXPORT void accl_standin_count(accl_standin_counts *counts) {
   counts->compiles = compiles;
   counts->calls = calls;
   counts->launches = launches;
+  size_t bytes = 0;
+  shared.count(counts->allocations, bytes, counts->imports);
+  counts->copies = copies;
+}
+
+EXPORT void accl_standin_memory_limit(size_t bytes) {
+  const Lock lock(lock_);
+  memory_limit = bytes;
 }
 
 EXPORT void *accl_standin_stream(int device) {
@@ -422,6 +549,18 @@ EXPORT uint64_t accl_standin_allocate(int device, size_t bytes) {
   return reinterpret_cast<uint64_t>(memory.seen + memory.next - rounded);
 }
 
+// Copies to or from memory of `shared`. Returns false if the address is elsewhere.
+static bool copy_shared(uint64_t address, void *to, const void *from, size_t bytes) {
+  Shared::Mapping mapping;
+  const uint64_t begin = shared.find(address, mapping);
+  if (begin == 0) return false;
+  if (bytes > begin + mapping.bytes - address) std::abort();
+  const auto offset = static_cast<off_t>(address - begin);
+  const auto done = to != nullptr ? ::pread(mapping.file, to, bytes, offset) : ::pwrite(mapping.file, from, bytes, offset);
+  if (done != static_cast<ssize_t>(bytes)) std::abort();
+  return true;
+}
+
 static char *used(uint64_t address) {
   for (auto &arena : arenas) {
     const auto begin = reinterpret_cast<uint64_t>(arena.seen);
@@ -431,11 +570,11 @@ static char *used(uint64_t address) {
 }
 EXPORT void accl_standin_poke(uint64_t address, const void *from, size_t bytes) {
   const Lock lock(lock_);
-  std::memcpy(used(address), from, bytes);
+  if (!copy_shared(address, nullptr, from, bytes)) std::memcpy(used(address), from, bytes);
 }
 EXPORT void accl_standin_peek(void *to, uint64_t address, size_t bytes) {
   const Lock lock(lock_);
-  std::memcpy(to, used(address), bytes);
+  if (!copy_shared(address, to, nullptr, bytes)) std::memcpy(to, used(address), bytes);
 }
 
 // --- the driver ---
@@ -620,8 +759,10 @@ BOTH(cuLaunchKernel, hipModuleLaunchKernel,
   const unsigned is_reversed = streams.draws() % 2;
   const auto launch = kernel->module->launch;
   const auto is_loaded = kernel->module->is_loaded;
-  enqueue(current->device, stream, [=, run = kernel->kernel, copy = std::move(copy)] {
+  const int device = current->device;
+  enqueue(device, stream, [=, run = kernel->kernel, copy = std::move(copy)]() mutable {
     if (broken != 0) return;
+    shared.append_to(ranges, device);
     const char *failure = "a module was unloaded before its launch was done";
     if (*is_loaded) {
       failure = launch(run, copy.data(), gx, bx, is_reversed, ranges.data(), static_cast<unsigned>(ranges.size()));
@@ -645,6 +786,92 @@ BOTH(cuMemcpyDtoHAsync_v2, hipMemcpyDtoHAsync, (void *to, uint64_t from, size_t 
   if (const int code = without_context()) return code;
   enqueue(current->device, stream, [=] { std::memcpy(to, reinterpret_cast<const void *>(from), bytes); });
   return kSuccess;
+}
+
+BOTH(cuMemcpyDtoDAsync_v2, hipMemcpyDtoDAsync, (uint64_t to, uint64_t from, size_t bytes, void *stream)) {
+  CALL_OR_FAIL("cuMemcpyDtoDAsync_v2");
+  if (const int code = without_context()) return code;
+  ++copies;
+  enqueue(current->device, stream,
+          [=] { std::memcpy(reinterpret_cast<void *>(to), reinterpret_cast<const void *>(from), bytes); });
+  return kSuccess;
+}
+
+BOTH(cuMemAlloc_v2, hipMalloc, (uint64_t *address, size_t bytes)) {
+  CALL_OR_FAIL("cuMemAlloc_v2");
+  if (const int code = without_context()) return code;
+  if (bytes == 0) return kInvalidValue;
+  int64_t allocations = 0, imports = 0;
+  size_t used_bytes = 0;
+  shared.count(allocations, used_bytes, imports);
+  if (memory_limit != 0 && (bytes > memory_limit || used_bytes > memory_limit - bytes)) return kOutOfMemory;
+  const int file = ::memfd_create("accl-gpu-standin-allocation", MFD_CLOEXEC);
+  struct stat facts;
+  if (file < 0) return kOutOfMemory;
+  const bool is_sized = bytes <= SIZE_MAX / 2 && ::ftruncate(file, static_cast<off_t>(bytes)) == 0;
+  const uint64_t begin = is_sized && ::fstat(file, &facts) == 0
+                             ? shared.map({current->device, file, bytes, static_cast<uint64_t>(facts.st_ino), 0})
+                             : 0;
+  if (begin == 0) return ::close(file), kOutOfMemory;
+  const std::vector<uint8_t> garbage(std::min(bytes, size_t{1} << 20), kGarbage);
+  for (size_t at = 0; at < bytes; at += garbage.size())
+    copy_shared(begin + at, nullptr, garbage.data(), std::min(garbage.size(), bytes - at));
+  *address = begin;
+  return kSuccess;
+}
+
+// The memory stays where other processes have it mapped.
+BOTH(cuMemFree_v2, hipFree, (uint64_t address)) {
+  CALL("cuMemFree_v2");
+  if (const int code = without_context()) return code;
+  Shared::Mapping mapping;
+  if (shared.find(address, mapping) != address || mapping.opened != 0) return kInvalidValue;
+  shared.unmap(address);
+  return fails;
+}
+
+BOTH(cuIpcGetMemHandle, hipIpcGetMemHandle, (Handle *handle, uint64_t address)) {
+  CALL_OR_FAIL("cuIpcGetMemHandle");
+  if (const int code = without_context()) return code;
+  if (ipc_is("none")) return kNotSupported;
+  Shared::Mapping mapping;
+  if (shared.find(address, mapping) == 0 || mapping.opened != 0) return kInvalidValue;
+  *handle = {{}, static_cast<int32_t>(::getpid()), mapping.file, mapping.bytes, mapping.id, {}};
+  std::memcpy(handle->magic, kHandleMagic, sizeof kHandleMagic);
+  return kSuccess;
+}
+
+// A handle that is open on the device already is counted, and has its address, as in CUDA.
+BOTH(cuIpcOpenMemHandle_v2, hipIpcOpenMemHandle, (uint64_t *address, Handle handle, unsigned flags)) {
+  CALL_OR_FAIL("cuIpcOpenMemHandle_v2");
+  if (const int code = without_context()) return code;
+  if (ipc_is("import")) return kNoPeerAccess;
+  if (flags != 1 || std::memcmp(handle.magic, kHandleMagic, sizeof kHandleMagic) != 0) return kInvalidValue;
+  // CUDA does not open memory of the same process.
+  if (handle.process == ::getpid()) return kInvalidContext;
+  if (const uint64_t known = shared.find_import(current->device, handle.id)) {
+    shared.open(known, 1);
+    return *address = known, kSuccess;
+  }
+  const std::string path = "/proc/" + std::to_string(handle.process) + "/fd/" + std::to_string(handle.file);
+  const int file = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
+  if (file < 0) return kInvalidValue;
+  // The process may have freed the memory, and opened another file since.
+  struct stat facts;
+  const bool is_same = ::fstat(file, &facts) == 0 && static_cast<uint64_t>(facts.st_ino) == handle.id &&
+                       static_cast<uint64_t>(facts.st_size) == handle.bytes;
+  const uint64_t begin = is_same ? shared.map({current->device, file, handle.bytes, handle.id, 1}) : 0;
+  if (begin == 0) return ::close(file), kInvalidValue;
+  return *address = begin, kSuccess;
+}
+
+BOTH(cuIpcCloseMemHandle, hipIpcCloseMemHandle, (uint64_t address)) {
+  CALL("cuIpcCloseMemHandle");
+  if (const int code = without_context()) return code;
+  Shared::Mapping mapping;
+  if (shared.find(address, mapping) != address || mapping.opened == 0) return kInvalidValue;
+  if (shared.open(address, -1) == 0) shared.unmap(address);
+  return fails;
 }
 
 BOTH(cuEventCreate, hipEventCreateWithFlags, (void **event, unsigned)) {

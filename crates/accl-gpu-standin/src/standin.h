@@ -12,6 +12,9 @@
 extern "C" {
 #endif
 
+// ACCL_GPU_STANDIN_IPC in the environment lets a system share no memory: `none` lets exports fail with
+// CUDA_ERROR_NOT_SUPPORTED (801), and `import` lets imports fail with CUDA_ERROR_PEER_ACCESS_UNSUPPORTED (217).
+
 // Streams and device memory of another stand-in. Tests through torch lend the streams of their device type: tests/standin.
 // The functions are called with the driver's lock. Tasks take no lock of the driver, so they may run under the lender's.
 struct accl_standin_host {
@@ -46,6 +49,9 @@ struct accl_standin_counts {
   int64_t compiles;  // of programs, so far
   int64_t calls;     // of functions of the vendors' interface, so far
   int64_t launches;  // of kernels, so far
+  int64_t allocations;  // of device memory by the driver
+  int64_t imports;      // of other processes' memory, not closed
+  int64_t copies;       // from device memory to device memory, so far
 };
 
 // Lends streams and memory. Null: the library's own.
@@ -62,11 +68,14 @@ void accl_standin_version(int driver, int major, int minor);
 // Sets whether devices reach pinned memory at the host's addresses.
 void accl_standin_host_pointers(int has_them);
 void accl_standin_count(struct accl_standin_counts *counts);
+// Sets the most bytes that the driver's allocations may have together. Zero: no limit.
+void accl_standin_memory_limit(size_t bytes);
 
 // Streams and memory of the library's own. Device memory has no access rights outside of tasks.
 void *accl_standin_stream(int device);
 uint64_t accl_standin_allocate(int device, size_t bytes);
-// Copies to and from device memory at once, out of the order of streams.
+// Copies to and from device memory at once, out of the order of streams. The memory is the library's own, an allocation of
+// the driver, or imported.
 void accl_standin_poke(uint64_t address, const void *from, size_t bytes);
 void accl_standin_peek(void *to, uint64_t address, size_t bytes);
 

@@ -1,8 +1,8 @@
-//! Codecs on a GPU.
+//! Codecs and reductions on a GPU.
 //!
 //! Owns the source of the kernels, the compiler that builds them for the GPU of this process, and the table of driver
-//! functions that loads and launches them. Does not know calls, tiles' headers or streams' order: the caller passes the
-//! native handle of a stream and addresses of device memory.
+//! functions that loads and launches them. It also owns device memory that processes of a host share. Does not know calls,
+//! tiles' headers or streams' order: the caller passes the native handle of a stream and addresses of device memory.
 //!
 //! Results equal the results of `accl-kernels` in every byte, so ranks with GPU tensors and ranks with CPU tensors can
 //! join one call.
@@ -18,6 +18,6 @@ mod library;
 #[cfg(test)]
 mod support;
 
-pub use driver::{Argument, DeviceMemory, Event, Grid, HostMemory, Stream};
+pub use driver::{Allocation, Argument, DeviceMemory, Event, Grid, HostMemory, Imported, IpcHandle, Stream};
 pub use gpu::{Gpu, Module};
 pub use library::{Libraries, Vendor};

@@ -13,14 +13,35 @@ mod host;
 
 use std::sync::Arc;
 
-use accl_gpu::kernels::{Kernel, KernelSet, Options, Span, missing};
+use accl_gpu::kernels::{Kernel, KernelSet, Launch, Options, Span, missing};
 use accl_kernels::codec::{CODECS, Codec, Floats, NonFinite, RngKey, Setting, Slice, parse};
 use accl_types::{Dtype, Rank};
-use host::{HostKernels, Memory, Order};
+use host::{HostLibrary, Memory, Order};
 
 const FLOATS: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::BF16];
 const HEADER_BYTES: usize = 16;
 const MOST_TILE: usize = 16_384;
+
+/// A set of kernels in a library of the host.
+struct HostKernels {
+    set: KernelSet,
+    library: HostLibrary,
+}
+
+impl HostKernels {
+    fn compile(set: KernelSet) -> Self {
+        Self { set, library: HostLibrary::compile(&set.source(), &set.options(set.kernels())) }
+    }
+
+    /// Runs a kernel, which may access `memory` and nothing else.
+    fn run(&self, kernel: Kernel, spans: &[Span], options: &Options, memory: &[&Memory], order: Order) {
+        let Launch { args, blocks, threads } = self.set.launch(kernel, spans, options);
+        let entry = self.set.entry(kernel);
+        // SAFETY: `Args` has the layout of the kernels' arguments.
+        let result = unsafe { self.library.run(entry, (blocks, threads), &args, memory, order) };
+        assert_eq!(result, Ok(()), "{entry} of {}", self.set);
+    }
+}
 
 /// A generator of splitmix64: the same seed gives the same data.
 struct Random(u64);

@@ -7,10 +7,10 @@ use std::path::PathBuf;
 use std::process::Command;
 
 use accl_kernels::codec::parse;
-use accl_types::Dtype;
+use accl_types::{Dtype, ReduceOp};
 
 use super::*;
-use crate::kernels::KernelSet;
+use crate::kernels::{KernelSet, ReductionSet};
 use crate::library::Libraries;
 use crate::support::{self, Prototypes};
 
@@ -102,8 +102,6 @@ fn check_kernels(codecs: &[&str]) {
         Ok(compiler) => compiler,
         Err(why) => return println!("skipped: {why}"),
     };
-    #[expect(clippy::disallowed_methods, reason = "tests alone read this variable")]
-    let takes_all = std::env::var_os("ACCL_TEST_ALL_TARGETS").is_some();
     let dtypes = [Dtype::F32, Dtype::F16, Dtype::BF16];
     let sums = dtypes.map(|dtype| ("sums", KernelSet::of_sums(dtype)));
     let codecs = codecs.iter().enumerate().map(|(number, text)| {
@@ -117,12 +115,39 @@ fn check_kernels(codecs: &[&str]) {
         names.dedup();
         let options = set.options(set.kernels());
         let options: Vec<&str> = options.iter().map(String::as_str).chain(["--ptxas-options=-v"]).collect();
-        let all = CUDA_TARGETS.iter().enumerate();
-        for (_, target) in all.filter(|(index, _)| takes_all || *index == number % CUDA_TARGETS.len()) {
+        for target in targets(number) {
             let compiled = compiler.compile(&set.source(), &names, target, &options).unwrap();
             assert_no_spills(&format!("{text} for {target}"), &compiled, names.len());
         }
     }
+}
+
+#[test]
+fn nvrtc_makes_the_kernels_of_reductions_without_spills() {
+    let compiler = match nvrtc() {
+        Ok(compiler) => compiler,
+        Err(why) => return println!("skipped: {why}"),
+    };
+    let pairs = ReduceOp::ALL.iter().flat_map(|op| Dtype::ALL.iter().map(move |dtype| (*op, *dtype)));
+    let mut sets: Vec<ReductionSet> = pairs.filter_map(|(op, dtype)| ReductionSet::new(op, dtype)).collect();
+    sets.sort_by_key(ReductionSet::options);
+    sets.dedup_by_key(|set| set.options());
+    for (number, set) in sets.iter().enumerate() {
+        let options = set.options();
+        let options: Vec<&str> = options.iter().map(String::as_str).chain(["--ptxas-options=-v"]).collect();
+        for target in targets(number) {
+            let compiled = compiler.compile(&set.source(), &[set.entry()], target, &options).unwrap();
+            assert_no_spills(&format!("{set} for {target}"), &compiled, 1);
+        }
+    }
+}
+
+/// Returns the targets for the sample with a number: one, or all if `ACCL_TEST_ALL_TARGETS` is set.
+fn targets(number: usize) -> impl Iterator<Item = &'static str> {
+    #[expect(clippy::disallowed_methods, reason = "tests alone read this variable")]
+    let takes_all = std::env::var_os("ACCL_TEST_ALL_TARGETS").is_some();
+    let all = CUDA_TARGETS.iter().enumerate();
+    all.filter(move |(index, _)| takes_all || *index == number % CUDA_TARGETS.len()).map(|(_, target)| *target)
 }
 
 /// Checks that the log of the compiler has no register of a kernel in memory.

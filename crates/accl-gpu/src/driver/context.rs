@@ -150,7 +150,7 @@ impl Context {
     }
 
     /// Calls a function of the driver in the context. The error names the device.
-    fn call<F: Copy>(&self, function: Function<F>, call: impl FnOnce(F) -> Code) -> Result<()> {
+    pub(super) fn call<F: Copy>(&self, function: Function<F>, call: impl FnOnce(F) -> Code) -> Result<()> {
         let code = {
             let _entered = self.enter()?;
             call(function.call)
@@ -164,7 +164,7 @@ impl Context {
 
     /// Calls a function that releases a handle. A failure cannot be reported: the handle is then left to the end of the
     /// context. To enter the context is tried twice, because a handle that is not released occupies the device.
-    fn release<F: Copy>(&self, function: Function<F>, call: impl FnOnce(F) -> Code) {
+    pub(super) fn release<F: Copy>(&self, function: Function<F>, call: impl FnOnce(F) -> Code) {
         if let Ok(_entered) = self.enter().or_else(|_| self.enter()) {
             let _ = call(function.call);
         }

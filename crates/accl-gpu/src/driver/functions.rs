@@ -1,8 +1,8 @@
 //! The table of the driver's functions, one line each.
 //!
 //! Owns the names, with the versions of the headers, and the types. A test compares them with the vendors' headers. The
-//! table has what encoded calls need: a device and its primary context, modules, launches, copies and events. Memory
-//! and streams are torch's.
+//! table has the functions that encoded calls need: a device and its primary context, modules, launches, copies and events.
+//! Memory and streams are torch's; `peer_functions` has a second table for other memory.
 
 use std::ffi::{c_char, c_int, c_uint, c_void};
 

@@ -2,7 +2,8 @@
 //!
 //! Owns the table of functions, all handles that it opens, the current context of a thread during a call, and the words
 //! of errors. Does not know kernels, compilers or torch: callers pass code, and the native handle of a stream. The
-//! unsafe code is here: calls of foreign functions. Read `functions` first: it is the table. Then read [`Context`].
+//! unsafe code is here: calls of foreign functions. Read `functions` first: it is the table, and `peer_functions` is a second one. Then
+//! read [`Context`].
 //!
 //! Rules for callers:
 //! * The driver is not called after the process has begun to exit, and not in a forked child: see `life`.
@@ -14,16 +15,18 @@ mod functions;
 mod launch;
 pub(crate) mod life;
 mod memory;
+mod peer;
+mod peer_functions;
 #[cfg(test)]
 mod tests;
 
 use std::ffi::{CStr, c_char};
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use accl_types::{Error, Result};
 
-use crate::library::{Function, Vendor, first_of};
+use crate::library::{Function, OpenLibrary, Vendor, first_of};
 pub use context::Event;
 pub(crate) use context::{Context, Image};
 #[cfg(test)]
@@ -31,14 +34,20 @@ pub(crate) use functions::SYMBOLS;
 use functions::{Code, Functions};
 pub use launch::{Argument, Grid};
 pub use memory::{DeviceMemory, HostMemory, Stream};
+pub(crate) use peer::copy;
+pub use peer::{Allocation, Imported};
+pub use peer_functions::IpcHandle;
+#[cfg(test)]
+pub(crate) use peer_functions::SYMBOLS as PEER_SYMBOLS;
 
 /// An open driver.
 #[derive(Debug)]
 pub(crate) struct Driver {
     vendor: Vendor,
     functions: Functions,
-    /// Name under which the library was opened.
-    name: String,
+    /// Functions for memory that processes share, once they were needed.
+    peer_functions: OnceLock<peer_functions::Functions>,
+    library: OpenLibrary,
 }
 
 impl Driver {
@@ -51,7 +60,7 @@ impl Driver {
         life::check()?;
         first_of(&format!("{}'s driver", vendor.name()), candidates, |library| {
             let functions = Functions::of(vendor, &library)?;
-            let driver = Self { vendor, functions, name: library.name };
+            let driver = Self { vendor, functions, peer_functions: OnceLock::new(), library };
             // SAFETY: the function has no preconditions, and may be called repeatedly.
             driver.done(driver.functions.init, |init| unsafe { init(0) })?;
             Ok(Arc::new(driver))
@@ -60,7 +69,19 @@ impl Driver {
 
     /// Returns the name under which the library was opened.
     pub(crate) fn name(&self) -> &str {
-        &self.name
+        &self.library.name
+    }
+
+    /// Returns the functions for memory that processes share. The first call finds them.
+    ///
+    /// # Errors
+    /// `Device` with the name of a function that the driver lacks.
+    fn peer_functions(&self) -> Result<&peer_functions::Functions> {
+        if let Some(functions) = self.peer_functions.get() {
+            return Ok(functions);
+        }
+        let found = peer_functions::Functions::of(self.vendor, &self.library)?;
+        Ok(self.peer_functions.get_or_init(|| found))
     }
 
     /// Returns the newest version of CUDA that the driver serves, as 1000 times the major version plus 10 times the minor

@@ -1,6 +1,7 @@
 //! Tests of the table with the vendors' headers. Tests that call the driver are in the crate's folder `tests`.
 
 use super::functions::*;
+use super::peer_functions::{self, HANDLE_BYTES, IpcHandle, LAZY_ACCESS, NO_MEMORY, OutAddress, OutIpcHandle};
 use crate::library::Vendor;
 use crate::support::Prototypes;
 
@@ -31,6 +32,9 @@ const TYPES: &[(&str, &str, &str, usize)] = &[
     ("OutKernel", "CUfunction *", "hipFunction_t *", size_of::<OutKernel>()),
     ("OutEvent", "CUevent *", "hipEvent_t *", size_of::<OutEvent>()),
     ("Pointers", "void **", "void **", size_of::<Pointers>()),
+    ("OutAddress", "CUdeviceptr *", "hipDeviceptr_t *", size_of::<OutAddress>()),
+    ("IpcHandle", "CUipcMemHandle", "hipIpcMemHandle_t", size_of::<IpcHandle>()),
+    ("OutIpcHandle", "CUipcMemHandle *", "hipIpcMemHandle_t *", size_of::<OutIpcHandle>()),
     ("OutProperties", "void *", "hipDeviceProp_t *", size_of::<OutProperties>()),
 ];
 
@@ -60,4 +64,26 @@ fn prototypes_and_numbers_are_those_of_hips_header() {
          static_assert(sizeof(hipDeviceProp_t::gcnArchName) == {ARCHITECTURE_BYTES});\n"
     );
     check.run("hipError_t (*wrong)(hipModule_t *) = hipModuleUnload;", &numbers);
+}
+
+#[test]
+fn prototypes_for_shared_memory_are_those_of_cudas_header() {
+    let symbols = peer_functions::SYMBOLS;
+    let check = Prototypes { header: "cuda.h", vendor: Vendor::Cuda, types: TYPES, symbols };
+    let numbers = format!(
+        "static_assert(CUDA_ERROR_OUT_OF_MEMORY == {NO_MEMORY} && CU_IPC_HANDLE_SIZE == {HANDLE_BYTES});\n\
+         static_assert(CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS == {LAZY_ACCESS} && alignof(CUipcMemHandle) == 1);\n"
+    );
+    check.run("CUresult (*wrong)(CUipcMemHandle *, CUdeviceptr *) = cuIpcGetMemHandle;", &numbers);
+}
+
+#[test]
+fn prototypes_for_shared_memory_are_those_of_hips_header() {
+    let symbols = peer_functions::SYMBOLS;
+    let check = Prototypes { header: "hip/hip_runtime_api.h", vendor: Vendor::Hip, types: TYPES, symbols };
+    let numbers = format!(
+        "static_assert(hipErrorOutOfMemory == {NO_MEMORY} && HIP_IPC_HANDLE_SIZE == {HANDLE_BYTES});\n\
+         static_assert(hipIpcMemLazyEnablePeerAccess == {LAZY_ACCESS} && alignof(hipIpcMemHandle_t) == 1);\n"
+    );
+    check.run("hipError_t (*wrong)(hipIpcMemHandle_t *, void **) = hipIpcGetMemHandle;", &numbers);
 }

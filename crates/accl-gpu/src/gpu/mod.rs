@@ -14,7 +14,10 @@ use accl_types::{Error, Result};
 use parking_lot::Mutex;
 
 use crate::compiler::{Capability, Compiler};
-use crate::driver::{Argument, Context, DeviceMemory, Driver, Event, Grid, HostMemory, Image, Stream, life};
+use crate::driver::{
+    self, Allocation, Argument, Context, DeviceMemory, Driver, Event, Grid, HostMemory, Image, Imported, IpcHandle,
+    Stream, life,
+};
 use crate::library::{Libraries, Vendor};
 
 /// End of every message about something without which no kernel can run.
@@ -149,6 +152,40 @@ impl Gpu {
     /// The errors of [`Gpu::copy_to_device`].
     pub fn copy_to_host(&self, to: HostMemory, from: DeviceMemory, stream: Stream) -> Result<()> {
         self.0.context.copy_to_host(to, from, stream)
+    }
+
+    /// Enqueues a copy from device memory to device memory. Each may be memory of this device or imported memory.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if the lengths differ, or if source and target overlap. `Device` with the driver's words, or if
+    /// the driver lacks a function for shared memory; the message names it.
+    pub fn copy(&self, to: DeviceMemory, from: DeviceMemory, stream: Stream) -> Result<()> {
+        driver::copy(&self.0.context, to, from, stream)
+    }
+
+    /// Allocates device memory that other processes can import. Its content has no meaning. The driver may wait for the
+    /// device.
+    ///
+    /// # Errors
+    /// `Exhausted` with the driver's words if the device has too little memory. `Device` with the driver's words, for
+    /// example because `len_bytes` is 0, or if the driver lacks a function for shared memory; the message names it.
+    pub fn allocate(&self, len_bytes: u64) -> Result<Allocation> {
+        Allocation::new(&self.0.context, len_bytes)
+    }
+
+    /// Maps memory that another process of this host has exported. Its device may be another one that this device reaches. A
+    /// process cannot import its own memory.
+    ///
+    /// # Safety
+    /// The handle was returned by [`Allocation::export`] in another process, for an allocation of at least `len_bytes`
+    /// bytes. The other process keeps this allocation until the result is dropped.
+    ///
+    /// # Errors
+    /// `Device` with the driver's words, for example because the devices do not reach each other, or if the driver lacks a
+    /// function for shared memory; the message names it.
+    pub unsafe fn import(&self, handle: IpcHandle, len_bytes: u64) -> Result<Imported> {
+        // SAFETY: by this function's contract.
+        unsafe { Imported::new(&self.0.context, handle, len_bytes) }
     }
 
     /// Creates an event. It can be recorded repeatedly.

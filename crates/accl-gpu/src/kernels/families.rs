@@ -10,6 +10,13 @@ pub(super) struct File {
     pub(super) text: &'static str,
 }
 
+impl File {
+    /// Returns the text, after a line that gives it its name in messages.
+    pub(super) fn with_name(&self) -> String {
+        format!("#line 1 \"{}\"\n{}\n", self.name, self.text)
+    }
+}
+
 /// Lists files of this folder.
 macro_rules! files {
     ($($name:literal)*) => { &[$(File { name: $name, text: include_str!($name) }),*] };
@@ -17,6 +24,8 @@ macro_rules! files {
 
 /// The files that all kernels need.
 pub(super) const COMMON: &[File] = files!["prelude.cuh" "numbers.cuh" "spans.cuh"];
+/// All files of the kernels that reduce elements.
+pub(super) const REDUCTIONS: &[File] = files!["prelude.cuh" "numbers.cuh" "reduce.cu"];
 /// The kernels of unencoded sums.
 pub(super) const SUMS: &[File] = files!["sums.cu"];
 

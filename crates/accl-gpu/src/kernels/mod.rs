@@ -12,8 +12,11 @@
 //! Results equal the results of the CPU's codecs in every byte, if the compiler keeps each operation as written: without
 //! fused multiplications and additions, with denormals, and with exact division. Only the payload of a NaN among
 //! float32 sums may differ: here every such NaN is canonical.
+//!
+//! [`ReductionSet`] has another kernel, which reduces elements of several operands by an operator.
 
 mod families;
+mod reductions;
 mod spans;
 
 use std::fmt;
@@ -22,6 +25,7 @@ use accl_kernels::codec::{Setting, Summary};
 use accl_types::Dtype;
 
 use families::{File, Shape};
+pub use reductions::{MOST_OPERANDS, ReductionArgs, ReductionLaunch, ReductionPart, ReductionSet};
 pub use spans::{Args, CAPACITY, Key, Options, Span};
 
 /// A kernel, with the fields of [`Span`] and [`Options`] that it uses in addition to `elements`. All kernels of a codec
@@ -184,7 +188,7 @@ impl KernelSet {
 
     /// Returns the source.
     pub fn source(&self) -> String {
-        self.files().map(|File { name, text }| format!("#line 1 \"{name}\"\n{text}\n")).collect()
+        self.files().map(File::with_name).collect()
     }
 
     /// Returns the options of the compiler that define the settings, as `-DNAME=VALUE`. The result has the given kernels

@@ -121,6 +121,7 @@ DEVICE float over(float a, float b) { return __fdiv_rn(a, b); }
 DEVICE float inverse_of(float a) { return __frcp_rn(a); }
 DEVICE float fused(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 DEVICE double plus(double a, double b) { return __dadd_rn(a, b); }
+DEVICE double minus(double a, double b) { return __dsub_rn(a, b); }
 DEVICE double times(double a, double b) { return __dmul_rn(a, b); }
 DEVICE double over(double a, double b) { return __ddiv_rn(a, b); }
 DEVICE float narrowed(double a) { return __double2float_rn(a); }
@@ -157,6 +158,7 @@ DEVICE float over(float a, float b) { return a / b; }
 DEVICE float inverse_of(float a) { return 1.0f / a; }
 DEVICE float fused(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 DEVICE double plus(double a, double b) { return a + b; }
+DEVICE double minus(double a, double b) { return a - b; }
 DEVICE double times(double a, double b) { return a * b; }
 DEVICE double over(double a, double b) { return a / b; }
 DEVICE float narrowed(double a) { return (float)a; }

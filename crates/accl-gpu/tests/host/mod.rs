@@ -7,7 +7,6 @@ use std::ffi::{CStr, c_char, c_void};
 use std::fs;
 use std::process::Command;
 
-use accl_gpu::kernels::{Args, Kernel, KernelSet, Options, Span};
 use libloading::Library;
 use tempfile::TempDir;
 
@@ -30,7 +29,7 @@ const FLAGS: &[&str] = &[
 
 /// A function of kernels, and the launcher of the model.
 type Function = unsafe extern "C" fn(*const c_void);
-type Launcher = unsafe extern "C" fn(Function, *const Args, u32, u32, u32, *const Range, u32) -> *const c_char;
+type Launcher = unsafe extern "C" fn(Function, *const c_void, u32, u32, u32, *const Range, u32) -> *const c_char;
 
 /// Memory that a kernel may access.
 #[derive(Clone, Copy)]
@@ -49,39 +48,44 @@ pub enum Order {
     Reversed,
 }
 
-/// A set of kernels in a library of the host.
-pub struct HostKernels {
-    set: KernelSet,
+/// Kernels in a library of the host.
+pub struct HostLibrary {
     library: Library,
     _folder: TempDir,
 }
 
-impl HostKernels {
-    /// Compiles the kernels with `CXX`, or with `c++`.
-    pub fn compile(set: KernelSet) -> Self {
+impl HostLibrary {
+    /// Compiles a source with `CXX`, or with `c++`.
+    pub fn compile(source: &str, options: &[String]) -> Self {
         let folder = tempfile::tempdir().unwrap();
-        let (source, library) = (folder.path().join("kernels.cpp"), folder.path().join("kernels.so"));
-        fs::write(&source, format!("{MODEL}\n{}", set.source())).unwrap();
+        let (file, library) = (folder.path().join("kernels.cpp"), folder.path().join("kernels.so"));
+        fs::write(&file, format!("{MODEL}\n{source}")).unwrap();
         #[expect(clippy::disallowed_methods, reason = "CXX names the compiler, as for every build")]
         let compiler = std::env::var("CXX").unwrap_or_else(|_| "c++".to_owned());
         let mut command = Command::new(&compiler);
-        command.args(FLAGS).args(set.options(set.kernels())).arg(&source).arg("-o").arg(&library);
+        command.args(FLAGS).args(options).arg(&file).arg("-o").arg(&library);
         let output = command.output().unwrap_or_else(|error| panic!("{compiler}: {error}; set CXX to a C++ compiler"));
         assert!(output.status.success(), "{command:?}: {}", String::from_utf8_lossy(&output.stderr));
         // SAFETY: the library was just made from the sources of this crate, and has no initialisers.
         let library = unsafe { Library::new(&library) }.unwrap();
-        Self { set, library, _folder: folder }
+        Self { library, _folder: folder }
     }
 
-    /// Runs a kernel. It may access `memory` and nothing else.
+    /// Runs a kernel on `blocks` blocks of `threads` threads. It may access `memory` and nothing else. Returns the error of a
+    /// kernel that accesses anything else, or whose threads wait for ever.
     ///
-    /// # Panics
-    /// Panics if the kernel accesses anything else, or if its threads wait for ever.
-    pub fn run(&self, kernel: Kernel, spans: &[Span], options: &Options, memory: &[&Memory], order: Order) {
-        let launch = self.set.launch(kernel, spans, options);
+    /// # Safety
+    /// `A` has the layout of the kernel's arguments.
+    pub unsafe fn run<A>(
+        &self,
+        entry: &str,
+        (blocks, threads): (u32, u32),
+        args: &A,
+        memory: &[&Memory],
+        order: Order,
+    ) -> Result<(), String> {
         let ranges: Vec<Range> = memory.iter().map(|memory| memory.range()).collect();
-        let entry = self.set.entry(kernel);
-        // SAFETY: the library defines both functions with these types; `Args` has the layout of the kernels' arguments.
+        // SAFETY: the library defines both functions with these types, and `A` has the layout of the kernels' arguments.
         // The model checks each access against `ranges`, which are live memory that no reference covers during the
         // launch.
         let error = unsafe {
@@ -89,16 +93,16 @@ impl HostKernels {
             let function = self.library.get::<Function>(format!("{entry}\0").as_bytes()).unwrap();
             let error = launcher(
                 *function,
-                &raw const launch.args,
-                launch.blocks,
-                launch.threads,
+                (&raw const *args).cast(),
+                blocks,
+                threads,
                 u32::from(order == Order::Reversed),
                 ranges.as_ptr(),
                 ranges.len() as u32,
             );
             (!error.is_null()).then(|| CStr::from_ptr(error).to_string_lossy().into_owned())
         };
-        assert_eq!(error, None, "{entry} of {}", self.set);
+        error.map_or(Ok(()), Err)
     }
 }
 

@@ -20,7 +20,8 @@ fn is_refused(why: &str) -> i32 {
     let calls = standin.counts().calls;
     // A source that is not loaded yet would be compiled.
     let load = gpu.load(NAMES, SOURCE, &["-DOTHER=1"]).map(|_| ());
-    let errors = [gpu.event().map(|_| ()), load, Gpu::open(Vendor::Cuda, 0).map(|_| ())];
+    let allocated = gpu.allocate(64).map(|_| ());
+    let errors = [gpu.event().map(|_| ()), load, allocated, Gpu::open(Vendor::Cuda, 0).map(|_| ())];
     let is_refusal = |error: accl_types::Result<()>| error.is_err_and(|error| error.message.contains(why));
     let is_good = errors.into_iter().all(is_refusal) && standin.counts().calls == calls;
     if is_good { GOOD } else { BAD }

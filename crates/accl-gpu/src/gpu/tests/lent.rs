@@ -75,3 +75,69 @@ fn the_stand_in_uses_streams_and_memory_that_are_lent() {
     assert_eq!(lent.lock().access, [(1, 1), (1, 0)].repeat(4));
     assert!(event.has_come().unwrap() && output == vec![6.0; COUNT]);
 }
+
+#[test]
+fn lent_streams_copy_between_lent_memory_and_allocations() {
+    let standin = Standin::new();
+    let lent = Mutex::new(Lender { memory: vec![7; COUNT], ..Lender::default() });
+    standin.lend(&Host { own: (&raw const lent).cast_mut().cast(), enqueue, advance, access, memory });
+    let gpu = Gpu::open_apart(Vendor::Cuda, 0, libraries(&standin)).unwrap();
+    let window = gpu.allocate(8 * COUNT as u64).unwrap();
+    let begin = lent.lock().memory.as_ptr() as u64;
+    // SAFETY: the lent memory has as many bytes as the allocation, and both live until the tasks have run below. The lender
+    // takes every stream.
+    let (from, to, stream) = unsafe { (DeviceMemory::new(begin, window.len_bytes()), window.memory(), Stream::new(5)) };
+    gpu.copy(to, from, stream).unwrap();
+    let module = gpu.load(NAMES, SOURCE, OPTIONS).unwrap();
+    let args = Args { from: window.address(), to: window.address(), count: 1, factor: 0.0 };
+    // SAFETY: the kernel accesses the allocation alone, which lives until the tasks have run.
+    unsafe { module.launch("scale", Grid::line(1, 64), &[Argument::of(&args)], stream) }.unwrap();
+    // A later allocation does not disturb tasks that other threads run.
+    let later = gpu.allocate(1).unwrap();
+    let tasks = std::mem::take(&mut lent.lock().tasks);
+    std::thread::scope(|scope| {
+        for (_, _, work, data) in tasks {
+            scope.spawn(move || work(data as *mut c_void)).join().unwrap();
+        }
+    });
+    let mut found = vec![0; 8 * COUNT];
+    standin.peek(window.address(), &mut found);
+    let wanted: Vec<u8> = std::iter::once(0).chain(vec![7; COUNT - 1]).flat_map(u64::to_ne_bytes).collect();
+    assert!(found[4..] == wanted[4..] && found[..4] == [0; 4], "{found:?}");
+    drop((window, later, module, gpu));
+    assert!(standin.counts().is_empty());
+}
+
+#[test]
+fn tasks_that_run_at_the_same_time_have_access_to_allocations() {
+    let standin = Standin::new();
+    let lent = Mutex::new(Lender { memory: vec![9; COUNT], ..Lender::default() });
+    standin.lend(&Host { own: (&raw const lent).cast_mut().cast(), enqueue, advance, access, memory });
+    let gpu = Gpu::open_apart(Vendor::Cuda, 0, libraries(&standin)).unwrap();
+    let begin = lent.lock().memory.as_ptr() as u64;
+    for _ in 0..20 {
+        let windows: Vec<_> = (0..8).map(|_| gpu.allocate(8 * COUNT as u64).unwrap()).collect();
+        for window in &windows {
+            // SAFETY: the lent memory has as many bytes as the allocation, and both live until the tasks have run below. The
+            // lender takes every stream.
+            let (from, to, stream) =
+                unsafe { (DeviceMemory::new(begin, window.len_bytes()), window.memory(), Stream::new(5)) };
+            gpu.copy(to, from, stream).unwrap();
+        }
+        let tasks = std::mem::take(&mut lent.lock().tasks);
+        std::thread::scope(|scope| {
+            for (_, _, work, data) in tasks {
+                scope.spawn(move || work(data as *mut c_void));
+            }
+            for _ in 0..8 {
+                gpu.allocate(4096).unwrap();
+            }
+        });
+        for window in &windows {
+            let mut found = vec![0; 8 * COUNT];
+            standin.peek(window.address(), &mut found);
+            assert!(found.chunks(8).all(|bytes| bytes == 9_u64.to_ne_bytes()), "{found:?}");
+        }
+    }
+    assert_eq!(standin.counts().allocations, 0);
+}

@@ -1,10 +1,11 @@
 //! Tests of a GPU on the stand-in for a driver and its compiler.
 //!
 //! Each test has a copy of the stand-in, so it can fail functions without disturbing others. `lent` has streams that the
-//! stand-in does not own, and `ending` the end of a process. Read [`RoundTrip`] first.
+//! stand-in does not own, `ending` the end of a process, and `peers` memory that processes share. Read [`RoundTrip`] first.
 
 mod ending;
 mod lent;
+mod peers;
 
 use accl_gpu_standin::{Order, Standin};
 use accl_types::ErrorKind;
