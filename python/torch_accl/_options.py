@@ -29,6 +29,8 @@ class Options(_native.BackendOptions):
         ring_bytes: maximum shared memory per direction between two processes of a host, a size from 16KiB to 64MiB.
         shm_limit: maximum shared memory that a process creates for its links, a size from 0 to 1TiB.
         gpu_pinned: maximum pinned host memory that a process keeps for later calls on tensors of accelerators, a size from 0 to 1TiB.
+        gpu_route: way of collectives on GPU tensors inside a host: `"peer"`, `"staged"`, or `"auto"`.
+        gpu_window: maximum bytes of a collective for which ranks use device memory that others read, a size from 0 to 1TiB.
         segment_bytes: maximum payload of a frame, a size from 1KiB to 4MiB.
         eager_bytes: maximum bytes sent to a peer before it issues the matching call, 128 more per message, a size from 0 to 64MiB.
         spin_us: how long a waiting thread spins, `"auto"` or microseconds from 0 to 1000000.
@@ -62,6 +64,8 @@ class Options(_native.BackendOptions):
         ring_bytes: int | str | None = None,
         shm_limit: int | str | None = None,
         gpu_pinned: int | str | None = None,
+        gpu_route: str | None = None,
+        gpu_window: int | str | None = None,
         segment_bytes: int | str | None = None,
         eager_bytes: int | str | None = None,
         spin_us: int | str | None = None,
@@ -95,6 +99,8 @@ class Options(_native.BackendOptions):
             "ring_bytes": ring_bytes,
             "shm_limit": shm_limit,
             "gpu_pinned": gpu_pinned,
+            "gpu_route": gpu_route,
+            "gpu_window": gpu_window,
             "segment_bytes": segment_bytes,
             "eager_bytes": eager_bytes,
             "spin_us": spin_us,

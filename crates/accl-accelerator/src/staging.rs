@@ -9,16 +9,20 @@ use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use accl_engine::{Codecs, CoderNeeds, Enqueued, External, ExternalCopy, ExternalTask, LentMemory, Staging};
-use accl_types::{Dtype, Result};
+use accl_engine::{
+    CallDesc, Codecs, CoderNeeds, Enqueued, External, ExternalCopy, ExternalTask, Group, LentMemory, Publisher,
+    PublishingNeeds, Staging,
+};
+use accl_types::{Dtype, Error, Result};
 use parking_lot::Mutex;
 
 use crate::check::Checker;
 use crate::copies::{Copier, CopiesOut, Issued, SharedStreams};
 use crate::figures::Figures;
 use crate::gpu_codecs::{AllGpuCodecs, CallKernels, GpuCodecs, warn};
+use crate::peers::{AllGpuPeers, Complete, GroupRoute, PeerCall, PeerLauncher, PeerRoute};
 use crate::pinned::{PinnedCounts, PinnedMemory};
-use crate::streams::{CallStreams, Pinning};
+use crate::streams::{CallStreams, GpuDevice, Pinning};
 use crate::tiles::{LaunchTarget, SUMS_BYTES, TileLauncher};
 use crate::worker::{Follower, Issuer, Job};
 
@@ -32,6 +36,7 @@ pub struct Accelerators {
     has_warned: AtomicBool,
     gpu_codecs: AllGpuCodecs,
     figures: Arc<Figures>,
+    gpu_peers: AllGpuPeers,
 }
 
 impl Accelerators {
@@ -41,13 +46,18 @@ impl Accelerators {
     pub fn new(pinning: Arc<dyn Pinning>, most_idle: usize, most_pinned: usize) -> Arc<Self> {
         let pinned = PinnedMemory::new(pinning, most_idle);
         let follower = Follower::new(pinned.clone());
-        let ((has_warned, gpu_codecs), figures) = (Default::default(), Figures::new(pinned.clone()));
-        Arc::new(Self { pinned, follower, most_pinned, has_warned, gpu_codecs, figures })
+        let ((has_warned, gpu_codecs, gpu_peers), figures) = (Default::default(), Figures::new(pinned.clone()));
+        Arc::new(Self { pinned, follower, most_pinned, has_warned, gpu_codecs, figures, gpu_peers })
     }
 
     /// Returns what stages the tensors of one call, which are copied on `streams`. With `releases_early`, threads that wait
-    /// for the call continue when all copies are enqueued.
-    pub fn staging(self: &Arc<Self>, streams: Box<dyn CallStreams>, releases_early: bool) -> Arc<dyn Staging> {
+    /// for the call continue when all copies are enqueued. `route` is the way of a call by reference.
+    pub fn staging(
+        self: &Arc<Self>,
+        streams: Box<dyn CallStreams>,
+        releases_early: bool,
+        route: Option<PeerRoute>,
+    ) -> Arc<dyn Staging> {
         let device = streams.device();
         Arc::new(CallStaging {
             accelerators: self.clone(),
@@ -56,7 +66,29 @@ impl Accelerators {
             is_pinned: AtomicBool::new(true),
             copies_out: CopiesOut::new(),
             releases_early,
+            route,
         })
+    }
+
+    /// Returns the way of a call, if it is by reference: see [`GroupRoute::of_call`].
+    ///
+    /// # Errors
+    /// The errors of [`GroupRoute::of_call`].
+    pub fn route_of(
+        &self,
+        route: &GroupRoute,
+        group: &Group,
+        desc: &CallDesc,
+        device: Option<&GpuDevice>,
+        complete: Complete<'_>,
+    ) -> Result<Option<PeerRoute>> {
+        route.of_call(group, desc, device, &self.gpu_peers, complete)
+    }
+
+    /// Returns the bytes of device memory that other processes may read: all, and those that no call uses.
+    pub fn window_bytes(&self) -> (u64, u64) {
+        let counts = self.gpu_peers.counts();
+        (counts.bytes, counts.idle_bytes)
     }
 
     pub(crate) fn pinned_memory(&self) -> &Arc<PinnedMemory> {
@@ -91,6 +123,7 @@ struct CallStaging {
     is_pinned: AtomicBool,
     copies_out: Arc<CopiesOut>,
     releases_early: bool,
+    route: Option<PeerRoute>,
 }
 
 impl CallStaging {
@@ -169,6 +202,18 @@ impl Staging for CallStaging {
         let (name, streams) = (self.device.clone(), Some(self.streams.clone()));
         let (follower, figures, may_launch) = (follower.clone(), figures.clone(), Arc::default());
         Some(Arc::new(TileWorker { name, follower, streams, target, kernels, figures, may_launch }))
+    }
+
+    fn publisher(&self, needs: PublishingNeeds) -> Result<Publisher> {
+        let Some(PeerRoute(group)) = &self.route else {
+            return Err(Error::internal("a call by reference has no route"));
+        };
+        let stream = self.streams.lock().native_stream()?;
+        let call = Arc::new(PeerCall::new(&group.peers, &group.seen, needs, stream)?);
+        let scratch = call.scratch();
+        let (name, follower) = (self.device.clone(), self.accelerators.follower.clone());
+        let worker = PeerWorker { name, follower, streams: Some(self.streams.clone()), call };
+        Ok(Publisher { worker: Arc::new(worker), scratch })
     }
 
     fn enqueued(&self) -> Option<Arc<dyn Enqueued>> {
@@ -254,6 +299,48 @@ impl External for TileWorker {
         let (kernels, figures, may_launch) = (self.kernels.clone(), self.figures.clone(), self.may_launch.clone());
         let launcher = TileLauncher::new(streams, kernels, self.target, figures, may_launch);
         self.follower.follow(Job { task: Some(task), issuer: Issuer::Tiles(launcher), issued: Issued::default() });
+    }
+
+    fn cancel(&self) {
+        self.follower.wake();
+    }
+
+    fn copies_are_ready(&self) {
+        self.follower.wake();
+    }
+}
+
+/// Worker of one call by reference.
+struct PeerWorker {
+    name: String,
+    follower: Arc<Follower>,
+    /// `None` only while the worker is dropped.
+    streams: Option<SharedStreams>,
+    call: Arc<PeerCall>,
+}
+
+impl Drop for PeerWorker {
+    /// As for [`TileWorker`].
+    fn drop(&mut self) {
+        self.streams.take().into_iter().for_each(|streams| self.follower.dispose(streams));
+    }
+}
+
+impl fmt::Debug for PeerWorker {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("PeerWorker").field("name", &self.name).finish_non_exhaustive()
+    }
+}
+
+impl External for PeerWorker {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn begin(&self, task: ExternalTask) {
+        let Some(streams) = self.streams.clone() else { return };
+        let launcher = PeerLauncher::new(streams, self.call.clone());
+        self.follower.follow(Job { task: Some(task), issuer: Issuer::Peers(launcher), issued: Issued::default() });
     }
 
     fn cancel(&self) {

@@ -15,6 +15,7 @@ use accl_types::{Error, Result};
 use parking_lot::Mutex;
 
 use crate::copies::{Copier, Issued, SharedStreams};
+use crate::peers::PeerLauncher;
 use crate::pinned::PinnedMemory;
 use crate::streams::StreamEvent;
 use crate::tiles::TileLauncher;
@@ -40,15 +41,17 @@ pub(crate) struct Job {
 pub(crate) enum Issuer {
     Copies(Copier),
     Tiles(TileLauncher),
+    Peers(PeerLauncher),
 }
 
 impl Issuer {
     /// Enqueues the work of a task up to number `ready`.
     fn issue(&mut self, task: &ExternalTask, ready: usize, issued: &mut Issued) -> Result<()> {
-        match (self, task.combination()) {
-            (Issuer::Copies(copier), _) => copier.issue(task.copies(), ready, issued),
-            (Issuer::Tiles(launcher), Some(combination)) => launcher.issue(combination, ready, issued),
-            (Issuer::Tiles(_), None) => Err(Error::internal("a task for kernels has no tiles")),
+        match (self, task.combination(), task.reduction()) {
+            (Issuer::Copies(copier), ..) => copier.issue(task.copies(), ready, issued),
+            (Issuer::Tiles(launcher), Some(combination), _) => launcher.issue(combination, ready, issued),
+            (Issuer::Peers(launcher), _, Some(reduction)) => launcher.issue(reduction, ready, issued),
+            (Issuer::Tiles(_) | Issuer::Peers(_), ..) => Err(Error::internal("a task for kernels has no tiles")),
         }
     }
 
@@ -57,6 +60,7 @@ impl Issuer {
         match self {
             Issuer::Copies(copier) => copier.record(),
             Issuer::Tiles(launcher) => launcher.record(),
+            Issuer::Peers(launcher) => launcher.record(),
         }
     }
 }
@@ -280,6 +284,7 @@ impl Job {
         match issuer {
             Issuer::Tiles(launcher) => launcher.end(issued.has_unknown),
             Issuer::Copies(copier) => drop(copier),
+            Issuer::Peers(launcher) => drop(launcher),
         }
         match (task, issued.failure.take()) {
             // No event shows when these copies have been made, so their memory stays.

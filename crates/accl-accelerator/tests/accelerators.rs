@@ -233,7 +233,7 @@ fn on_device(mut desc: CallDesc, accelerators: &Arc<Accelerators>, device: &Arc<
     };
     let streams = streams_of(&desc, device);
     (desc.inputs, desc.outputs) = (move_all(&desc.inputs), move_all(&desc.outputs));
-    desc.staging = Some(accelerators.staging(Box::new(streams), device.when == When::HeldOut));
+    desc.staging = Some(accelerators.staging(Box::new(streams), device.when == When::HeldOut, None));
     desc
 }
 

@@ -34,9 +34,10 @@ pub use accl_executor::call::{
     TensorCodecs,
 };
 pub use accl_executor::call::{
-    CoderNeeds, Enqueued, External, ExternalCollective, ExternalCombination, ExternalCopy, ExternalReduction, ExternalTask,
-    LentMemory, PUBLISHED_ALIGN, PublishedOperand, PublishedResult, Publisher, PublishingNeeds, REFERENCE_BYTES, ReducedTile,
-    SampleCopies, SampleCopy, SampledResult, Squares, Staging, TileCode, TileOperand, TileResidual, TileRun,
+    CoderNeeds, Enqueued, External, ExternalCollective, ExternalCombination, ExternalCopy, ExternalReduction,
+    ExternalTask, LentMemory, PUBLISHED_ALIGN, PublishedOperand, PublishedResult, Publisher, PublishingNeeds,
+    REFERENCE_BYTES, ReducedTile, SampleCopies, SampleCopy, SampledResult, Squares, Staging, TileCode, TileOperand,
+    TileResidual, TileRun,
 };
 pub use accl_executor::call::{PhaseTimes, Phases};
 pub use accl_executor::group::PacketSink;

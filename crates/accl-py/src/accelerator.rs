@@ -14,7 +14,8 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use accl_accelerator::{
-    CallStreams, DeviceRoom, Direction, EagerCall, GpuDevice, Libraries, Pinning, StreamCopy, StreamEvent, Vendor,
+    CallStreams, DeviceRoom, Direction, EagerCall, GpuDevice, GroupRoute, Libraries, PeerRoute, Pinning, StreamCopy,
+    StreamEvent, Vendor,
 };
 use accl_engine::{CallDesc, LentMemory, Phases, Staging};
 use accl_types::{Dtype, Error, Result};
@@ -26,8 +27,9 @@ use rustix::system::sysinfo;
 use crate::bridge::ffi::{
     self, AcceleratorCall, AcceleratorEvent, CallArgs, Outcome, PinnedMemory, TensorView, Waited,
 };
-use crate::group::complete_with;
+use crate::group::{complete, complete_with};
 use crate::snapshot::Counts;
+use crate::status::INTERRUPTED;
 
 /// Maximum time for which a small call on an accelerator polls for its copies.
 const DEVICE_SPIN: Duration = Duration::from_micros(200);
@@ -98,7 +100,12 @@ impl TorchAccelerators {
     ///
     /// # Errors
     /// `Device` if the device gives no streams.
-    pub(crate) fn staging(&self, call: &SharedPtr<AcceleratorCall>, args: &CallArgs) -> Result<Arc<dyn Staging>> {
+    pub(crate) fn staging(
+        &self,
+        call: &SharedPtr<AcceleratorCall>,
+        args: &CallArgs,
+        route: Option<PeerRoute>,
+    ) -> Result<Arc<dyn Staging>> {
         let stream = call.stream();
         let (accelerators, copy_in, copy_out) = {
             let mut state = self.lock();
@@ -108,7 +115,31 @@ impl TorchAccelerators {
             (self.of_type(&mut state, stream.device_type)?, copy_in, copy_out)
         };
         call.begin(copy_in, copy_out).map_err(failed)?;
-        Ok(accelerators.staging(Box::new(self.streams(call, args)), !args.waits_for_device))
+        Ok(accelerators.staging(Box::new(self.streams(call, args)), !args.waits_for_device, route))
+    }
+
+    /// Returns the way of a call, if it is by reference: see [`GroupRoute`].
+    ///
+    /// # Errors
+    /// The errors of [`accl_accelerator::Accelerators::route_of`].
+    pub(crate) fn route_of(
+        &self,
+        call: &AcceleratorCall,
+        route: &GroupRoute,
+        group: &accl_engine::Group,
+        desc: &CallDesc,
+    ) -> Result<Option<PeerRoute>> {
+        let stream = call.stream();
+        let device = gpu_of(stream.device_type, stream.device_index, stream.is_rocm);
+        let accelerators = self.of_type(&mut self.lock(), stream.device_type)?;
+        let mut complete = |desc: &mut CallDesc| {
+            let waited = complete(group, desc)?;
+            match waited.how {
+                Outcome::Done => Ok(()),
+                _ => Err(waited.status.to_error().unwrap_or_else(|| Error::aborted(INTERRUPTED))),
+            }
+        };
+        accelerators.route_of(route, group, desc, device.as_ref(), &mut complete)
     }
 
     /// Begins a small blocking call, which its caller's thread does alone. Returns `None` if the call needs the streams of

@@ -2,15 +2,12 @@
 
 use std::net::{IpAddr, ToSocketAddrs};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::slice;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use accl_accelerator::{GroupRoute, PeerRoute};
 use accl_engine::offload::OffloadKind;
-use accl_engine::{
-    Blocks, Call, CallDesc, Engine, GroupRole, GroupSpec, MemoryKind, Mode, Phases, Submitted, TensorDesc,
-    Waited as EngineWaited,
-};
+use accl_engine::{Call, CallDesc, Engine, GroupRole, GroupSpec, Mode, Phases, Submitted, Waited as EngineWaited};
 use accl_types::config::{Config, LogLevel, ProfileNames};
 use accl_types::{Collective, Dtype, Elems, Error, ErrorKind, Rank, ReduceOp, Result};
 use cxx::{SharedPtr, UniquePtr};
@@ -20,7 +17,7 @@ use crate::bridge::ffi::{
     self, AcceleratorCall, CallArgs, Described, ErrorType, GroupArgs, Numbered, Outcome, PhaseNanos, Profiled, Status,
     TensorView, Waited,
 };
-use crate::compression;
+use crate::calls::{call_desc, dense_blocks, millis};
 use crate::guard::{FromError, bridged};
 use crate::in_order::{InOrder, Memory};
 use crate::log;
@@ -109,13 +106,14 @@ impl Runtime {
     /// engine, so that its settings do not bind later groups.
     fn create(&self, config: Config, args: &GroupArgs, store: &ffi::StoreRef) -> Result<Inner> {
         let (names, pinned, eager_bytes) = (config.profile_names, config.gpu_pinned, config.eager_bytes);
+        let route = Box::new(GroupRoute::new(&config));
         let spec = spec_of(config, args)?;
         let engine = self.slot().engine_of_this_process(&spec.config, args.rank)?;
         let made = engine.create_group(spec, &TorchStore::new(store), &mut ffi::python_interrupted);
         let mut slot = self.slot();
         let made = made.map(|group| {
             let accelerators = slot.accelerators(pinned);
-            Inner { engine, group, names, accelerators, in_order: Box::default(), eager_bytes }
+            Inner { engine, group, names, accelerators, in_order: Box::default(), route, eager_bytes }
         });
         if let Ok(made) = &made {
             slot.has_made_groups = true;
@@ -146,6 +144,8 @@ struct Inner {
     names: ProfileNames,
     accelerators: Arc<TorchAccelerators>,
     in_order: Box<InOrder>,
+    /// Way of collectives on accelerators.
+    route: Box<GroupRoute>,
     /// Maximum bytes of a blocking call on an accelerator that its caller's thread does alone.
     eager_bytes: u64,
 }
@@ -177,7 +177,9 @@ impl Group {
             inner.group.abort(INTERRUPTED);
             return Ok(Waited::interrupted());
         }
-        let is_small = desc.bytes() <= inner.eager_bytes && desc.seq.is_none() && !args.waits_for_device;
+        let route = self.route_of(&desc, tensors)?;
+        let is_small =
+            route.is_none() && desc.bytes() <= inner.eager_bytes && desc.seq.is_none() && !args.waits_for_device;
         if !tensors.is_null()
             && is_small
             && let Some(eager) = inner.accelerators.begin_eager(tensors, args, &desc).map_err(refused)?
@@ -185,17 +187,38 @@ impl Group {
         {
             return Ok(waited);
         }
-        self.stage(&mut desc, args, tensors)?;
+        self.stage(&mut desc, args, tensors, route)?;
         complete_with(&inner.group, &mut desc, phases).map_err(refused)
     }
 
     /// Stages the tensors of a call. `tensors` is null if they are in host memory.
-    fn stage(&self, desc: &mut CallDesc, args: &CallArgs, tensors: &SharedPtr<AcceleratorCall>) -> Result<()> {
+    fn stage(
+        &self,
+        desc: &mut CallDesc,
+        args: &CallArgs,
+        tensors: &SharedPtr<AcceleratorCall>,
+        route: Option<PeerRoute>,
+    ) -> Result<()> {
         if !tensors.is_null() {
-            let staging = self.inner()?.accelerators.staging(tensors, args);
+            let inner = self.inner()?;
+            inner.route.count(desc.bytes(), route.is_some());
+            if route.is_some() {
+                desc.is_by_reference = true;
+                (desc.inputs, desc.outputs) =
+                    (dense_blocks(&desc.inputs, args.inputs), dense_blocks(&desc.outputs, args.outputs));
+            }
+            let staging = inner.accelerators.staging(tensors, args, route);
             desc.staging = Some(staging.map_err(|error| self.refused(tensors, error.of(desc.collective)))?);
         }
         Ok(())
+    }
+
+    /// Returns the way of a collective on an accelerator, if it is by reference.
+    fn route_of(&self, desc: &CallDesc, tensors: &SharedPtr<AcceleratorCall>) -> Result<Option<PeerRoute>> {
+        let Some(call) = tensors.as_ref() else { return Ok(None) };
+        let inner = self.inner()?;
+        let route = inner.accelerators.route_of(call, &inner.route, &inner.group, desc);
+        route.map_err(|error| self.refused(tensors, error))
     }
 
     /// Follows the refusal of a call. An accelerator that refuses a copy has failed, and the other ranks wait for the
@@ -238,10 +261,12 @@ bridged! {
         let engine = other.inner()?.engine.clone();
         let config = config(args).inspect_err(|error| refuse(args, store, error))?;
         let (names, eager_bytes) = (config.profile_names, config.eager_bytes);
+        let route = Box::new(GroupRoute::new(&config));
         let spec = spec_of(config, args)?;
         let made = engine.create_group(spec, &TorchStore::new(store), &mut ffi::python_interrupted)?;
         let accelerators = other.inner()?.accelerators.clone();
-        group.0 = Some(Inner { engine, group: made, names, accelerators, in_order: Box::default(), eager_bytes });
+        let in_order = Box::default();
+        group.0 = Some(Inner { engine, group: made, names, accelerators, in_order, route, eager_bytes });
         Ok(Status::ok())
     }
 
@@ -271,7 +296,8 @@ bridged! {
             group.group()?.abort(INTERRUPTED);
             return Err(Error::aborted(INTERRUPTED));
         }
-        group.stage(&mut desc, args, tensors)?;
+        let route = group.route_of(&desc, tensors)?;
+        group.stage(&mut desc, args, tensors, route)?;
         let phases = desc.phases.clone();
         let engine_group = group.group()?;
         let call = engine_group.submit(desc).map_err(|error| group.refused(tensors, error))?;
@@ -381,7 +407,8 @@ bridged! {
 
     /// Name, rank, world and links of the group, one per line.
     fn group_describe(group: &Group) -> Described {
-        Ok(Described { text: group.group()?.describe(), status: Status::ok() })
+        let text = group.group()?.describe() + &group.inner()?.route.describe();
+        Ok(Described { text, status: Status::ok() })
     }
 
     /// Current and past activity of the group, as JSON.
@@ -517,72 +544,6 @@ fn timeout_of(timeout_ms: i64) -> Result<Duration> {
         ))
     };
     millis(timeout_ms).ok_or_else(refused)
-}
-
-/// Converts milliseconds; returns `None` for a negative number.
-pub(crate) fn millis(timeout_ms: i64) -> Option<Duration> {
-    u64::try_from(timeout_ms).ok().map(Duration::from_millis)
-}
-
-pub(crate) fn call_desc(args: &CallArgs, mode: Mode) -> Result<CallDesc> {
-    let collective =
-        Collective::from_code(args.collective.repr).ok_or_else(|| Error::internal("unknown collective code"))?;
-    let op = ReduceOp::from_code(args.op).ok_or_else(|| Error::unsupported("unknown reduce operator"))?;
-    // A barrier has no tensors.
-    let dtype = args.inputs.first().or(args.outputs.first()).map_or(Ok(Dtype::U8), |view| dtype(view.dtype))?;
-    Ok(CallDesc {
-        op,
-        factor: args.factor,
-        root: Rank(args.root),
-        peer: u32::try_from(args.peer).ok().map(Rank),
-        tag: args.tag,
-        timeout: millis(args.timeout_ms),
-        inputs: blocks(args.inputs, args.input_blocks)?,
-        outputs: blocks(args.outputs, args.output_blocks)?,
-        equal_blocks: args.equal_blocks,
-        mode,
-        seq: u64::try_from(args.seq).ok(),
-        encoding: compression::current(),
-        phases: (args.is_profiled && !collective.is_point_to_point()).then(Phases::new),
-        ..CallDesc::new(collective, dtype)
-    })
-}
-
-fn blocks(views: &[TensorView], counts: &[u32]) -> Result<Blocks> {
-    let mut views = views;
-    let mut blocks = Blocks::default();
-    for &count in counts {
-        let (block, rest) = views
-            .split_at_checked(count as usize)
-            .ok_or_else(|| Error::internal("a call names more tensors than it describes"))?;
-        views = rest;
-        match block {
-            [one] => blocks.push([tensor_desc(one)?]),
-            several => blocks.push(several.iter().map(tensor_desc).collect::<Result<Vec<_>>>()?),
-        }
-    }
-    Ok(blocks)
-}
-
-fn tensor_desc(view: &TensorView) -> Result<TensorDesc> {
-    let dtype = dtype(view.dtype)?;
-    let ptr = view.data as *mut u8;
-    let tensor = if view.sizes == 0 {
-        TensorDesc::dense(ptr, dtype, Elems(view.count as u64))
-    } else {
-        let shape = |address: usize| {
-            // SAFETY: the shim passes the address of `dim` numbers of a tensor, and it holds that tensor during this
-            // call.
-            unsafe { slice::from_raw_parts(address as *const i64, view.dim) }
-        };
-        TensorDesc::strided(ptr, dtype, shape(view.sizes), shape(view.strides))?
-    };
-    let memory = if view.dense == 0 { MemoryKind::Host } else { compression::DEVICE_MEMORY };
-    Ok(tensor.viewed(view.conj, view.neg).in_memory(memory))
-}
-
-fn dtype(code: u8) -> Result<Dtype> {
-    Dtype::from_code(code).ok_or_else(|| Error::internal("unknown dtype code"))
 }
 
 pub(crate) fn dtype_code(scalar_type: i8) -> u8 {

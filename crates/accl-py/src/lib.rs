@@ -6,6 +6,7 @@
 mod accelerator;
 mod bridge;
 mod built;
+mod calls;
 mod codes;
 mod compression;
 mod devices;

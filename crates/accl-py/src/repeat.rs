@@ -8,7 +8,8 @@ use accl_engine::{CallDesc, Mode};
 use accl_types::{Collective, Dtype, Error, Result};
 
 use crate::bridge::ffi::{CallArgs, Described, Numbered, Repeated, Status};
-use crate::group::{Group, call_desc, complete};
+use crate::calls::call_desc;
+use crate::group::{Group, complete};
 use crate::guard::{FromError, bridged};
 
 /// Number of samples for which memory is reserved before the clock starts; more are allowed.

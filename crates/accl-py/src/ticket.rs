@@ -9,7 +9,7 @@ use accl_types::{Error, Result};
 use cxx::UniquePtr;
 
 use crate::bridge::ffi::{self, Numbered, Outcome, PhaseNanos, Status, Waited};
-use crate::group::millis;
+use crate::calls::millis;
 use crate::guard::{FromError, bridged};
 
 /// Interval at which a waiting thread checks for Python signals.

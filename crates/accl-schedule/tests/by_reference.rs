@@ -87,7 +87,8 @@ fn a_program_with_one_barrier_at_its_end_is_refused() {
             let signals = program.ops.iter().filter(|op| is_signal(&op.kind)).count();
             program.ops.truncate(program.ops.len() - signals / 2);
         }
-        let why = check_programs(case, &programs).expect_err("a rank may have died before its memory was read").to_string();
+        let why =
+            check_programs(case, &programs).expect_err("a rank may have died before its memory was read").to_string();
         assert!(why.contains("to have lived when all had read"), "{} {} {case:?}: {why}", row.collective, row.name);
     });
 }

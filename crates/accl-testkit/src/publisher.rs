@@ -85,7 +85,9 @@ impl Published {
 
     /// Returns the address of the first byte that a task publishes.
     fn place(&self, task: &ExternalReduction) -> *mut u8 {
-        let PublishedResult::Reference(key) = task.tiles[0].result else { unreachable!("a task publishes all or nothing") };
+        let PublishedResult::Reference(key) = task.tiles[0].result else {
+            unreachable!("a task publishes all or nothing")
+        };
         let mut placed = self.placed.lock().expect("no thread panics");
         let (known, next) = &mut *placed;
         let at = *known.entry(key.addr()).or_insert_with(|| {

@@ -90,7 +90,7 @@ pub struct Group {
     default_codec: Option<DefaultCodec>,
     /// Components that execute whole calls, in the order in which they are asked.
     offloads: Vec<Arc<dyn Offload>>,
-    planning: Planning,
+    pub(super) planning: Planning,
     /// Drivers of the lanes after the first, which do parts of large calls.
     pub(crate) lanes: Vec<Arc<Driver>>,
     /// The same drivers, as receivers of parts.
@@ -141,7 +141,7 @@ impl Group {
 
     /// Returns the component that executes a call, and its worker for the call; `None` if the host executes it.
     #[inline]
-    fn route(&self, desc: &CallDesc, default: Option<&DefaultCodec>) -> Option<Routed<'_>> {
+    pub(super) fn route(&self, desc: &CallDesc, default: Option<&DefaultCodec>) -> Option<Routed<'_>> {
         if self.offloads.is_empty() || default.is_some() || desc.offload.is_some() {
             return None;
         }
@@ -207,7 +207,7 @@ impl Group {
     }
 
     /// Returns the default codec of the group; `None` if this call specifies its encoding or is not encoded by default.
-    fn default_codec_of(&self, desc: &CallDesc) -> Option<&DefaultCodec> {
+    pub(super) fn default_codec_of(&self, desc: &CallDesc) -> Option<&DefaultCodec> {
         self.default_codec.as_ref().filter(|codec| codec.is_for(desc, self.caller.world))
     }
 

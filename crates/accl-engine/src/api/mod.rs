@@ -1,5 +1,6 @@
 //! The types that the layer above uses: groups and calls in flight.
 
+mod by_reference;
 pub(crate) mod call;
 mod coded;
 mod connect;

@@ -28,6 +28,11 @@ impl Planning {
         Self { planner, made: Mutex::default() }
     }
 
+    /// Returns whether all ranks are on one host.
+    pub fn is_on_one_host(&self) -> bool {
+        self.planner.is_on_one_host()
+    }
+
     /// Returns the predicted time of a call in picoseconds, the same on all ranks; 0 if it is not known. For an encoded
     /// call it is the time of the same call unencoded, which compensates for the time of encoding.
     pub fn predicted_ps(&self, desc: &CallDesc) -> u64 {

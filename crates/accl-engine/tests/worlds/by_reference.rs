@@ -8,8 +8,8 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use accl_engine::{
-    ALGORITHMS, Blocks, CallDesc, External, ExternalCopy, ExternalTask, MemoryKind, Publisher, PublishingNeeds, Staging,
-    TensorDesc,
+    ALGORITHMS, Blocks, CallDesc, External, ExternalCopy, ExternalTask, MemoryKind, Publisher, PublishingNeeds,
+    Staging, TensorDesc,
 };
 use accl_schedule::Topology;
 use accl_testkit::publisher::Published;

@@ -270,7 +270,8 @@ impl CallDesc {
     }
 
     fn check_reference(&self, world: u32) -> Result<()> {
-        if !self.is_by_reference || self.can_be_by_reference(world) && self.offload.is_none() && self.staging.is_some() {
+        if !self.is_by_reference || self.can_be_by_reference(world) && self.offload.is_none() && self.staging.is_some()
+        {
             return Ok(());
         }
         Err(Error::internal("a call of this kind cannot be by reference").of(self.collective))

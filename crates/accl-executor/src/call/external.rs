@@ -106,10 +106,9 @@ impl ExternalWork {
     fn copies(&self) -> Option<&ExternalCopies> {
         match self {
             ExternalWork::CopyIn(copies) | ExternalWork::CopyOut(copies) => Some(copies),
-            ExternalWork::Collective(_)
-            | ExternalWork::Combine(_)
-            | ExternalWork::Reduce(_)
-            | ExternalWork::Parts => None,
+            ExternalWork::Collective(_) | ExternalWork::Combine(_) | ExternalWork::Reduce(_) | ExternalWork::Parts => {
+                None
+            }
         }
     }
 

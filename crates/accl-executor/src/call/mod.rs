@@ -26,12 +26,12 @@ pub use external::{External, ExternalCollective, ExternalTask};
 pub use external_copy::ExternalCopy;
 pub(crate) use phases::Stopwatch;
 pub use phases::{PhaseTimes, Phases};
+pub(crate) use published::Referencing;
 pub use published::{
-    ExternalReduction, PUBLISHED_ALIGN, PublishedOperand, PublishedResult, Publisher, PublishingNeeds, REFERENCE_BYTES,
+    ExternalReduction, PUBLISHED_ALIGN, PublishedOperand, PublishedResult, PublishingNeeds, REFERENCE_BYTES,
     ReducedTile,
 };
-pub(crate) use published::Referencing;
-pub use staging::{CoderNeeds, Enqueued, LentMemory, Meeting, Staging};
+pub use staging::{CoderNeeds, Enqueued, LentMemory, Meeting, Publisher, Staging};
 pub use state::Waited;
 pub use tensor::{Blocks, MemoryKind, TensorDesc};
 

@@ -4,18 +4,14 @@
 //! reference. Only the worker knows the meaning of a reference. `memory::references` makes the descriptions, and
 //! `accl_schedule::Program::by_reference` has the rule. Read [`ExternalReduction`] first.
 
-use std::fmt;
-use std::sync::Arc;
-
 use accl_schedule::{Coding, Role};
 use accl_types::{Dtype, ReduceOp};
 use smallvec::SmallVec;
 
 use super::encoding::TILE_HEADER_BYTES;
-use super::external::External;
 
 /// Bytes of a reference, without the tile's header in front of it.
-pub const REFERENCE_BYTES: usize = 80;
+pub const REFERENCE_BYTES: usize = 88;
 
 /// Alignment in bytes of published chunks.
 pub const PUBLISHED_ALIGN: u64 = 256;
@@ -57,21 +53,8 @@ pub struct PublishingNeeds {
     pub published_bytes: u64,
     /// Bytes of temporary memory where the tensors lie.
     pub scratch_bytes: u64,
-}
-
-/// Worker of a call by reference.
-#[derive(Clone)]
-pub struct Publisher {
-    /// Does the tasks, each of which is an [`ExternalReduction`].
-    pub worker: Arc<dyn External>,
-    /// Address of the temporary memory, which lives as long as the worker. Only the worker uses it.
-    pub scratch: *mut u8,
-}
-
-impl fmt::Debug for Publisher {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Publisher").field("worker", &self.worker.name()).finish_non_exhaustive()
-    }
+    /// Number of tasks that write tensors of the call.
+    pub writing_tasks: u32,
 }
 
 /// One chunk to copy or to reduce, tile by tile.

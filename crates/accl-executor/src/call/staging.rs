@@ -12,7 +12,7 @@ use accl_types::{Dtype, Elems, Error, Result};
 use super::encoding::Codecs;
 use super::external::{External, Wake};
 use super::external_copy::ExternalCopy;
-use super::published::{Publisher, PublishingNeeds};
+use super::published::PublishingNeeds;
 use super::tensor::TensorDesc;
 
 /// Stages the tensors of one call: copies them to host memory and back.
@@ -77,6 +77,21 @@ pub trait Staging: Send + Sync + fmt::Debug {
     /// the call completes; also for a call that writes no tensor.
     fn enqueued(&self) -> Option<Arc<dyn Enqueued>> {
         None
+    }
+}
+
+/// Worker of a call by reference.
+#[derive(Clone)]
+pub struct Publisher {
+    /// Does the tasks, each of which is an [`ExternalReduction`].
+    pub worker: Arc<dyn External>,
+    /// Address of the temporary memory, which lives as long as the worker. Only the worker uses it.
+    pub scratch: *mut u8,
+}
+
+impl fmt::Debug for Publisher {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Publisher").field("worker", &self.worker.name()).finish_non_exhaustive()
     }
 }
 

@@ -14,7 +14,7 @@ use super::fast_calls::Stopped;
 use super::state::GroupState;
 use crate::call::{CallDesc, CallInfo, CallObserver, CallState, External, Mode, Stopwatch, Wake};
 use crate::exec::{Message, PRIVATE_TAGS, PROBE_AFTER, Run};
-use crate::memory::{Buffers, Coder, Compute, MessageMemory, References, Sample, tensor_coder};
+use crate::memory::{Buffers, Coder, Compute, MessageMemory, References, Sample, publishing_needs, tensor_coder};
 use crate::plan::Shape;
 
 /// A rank of one group that issues calls.
@@ -98,7 +98,7 @@ impl Caller {
     /// Adds scratch memory, and memory for encoded chunks that a worker shares.
     fn add_memory(buffers: &mut Buffers, desc: &CallDesc, shape: &Shape) -> Result<()> {
         if desc.is_by_reference {
-            return buffers.add_publisher(desc, &shape.plan);
+            return buffers.add_publisher(desc, publishing_needs(desc, &shape.plan), shape.plan.code_bytes);
         }
         buffers.add_scratch(shape.plan.scratch_bytes)?;
         match shape.plan.combines_elsewhere && shape.plan.code_bytes > 0 {

@@ -13,14 +13,13 @@ use smallvec::SmallVec;
 use super::overlap::{
     inputs_need_copy, outputs_are_entangled, outputs_share_elements, refuse_self_overlap, refuse_shared_memory,
 };
-use super::references;
 use super::staged::{Side, StagedMemory};
 use super::storage::Storage;
 use crate::call::{
-    Blocks, CallDesc, External, ExternalCollective, ExternalHandle, ExternalWork, Keeps, Meeting, MemoryKind, Publisher,
-    TensorDesc, Wake,
+    Blocks, CallDesc, External, ExternalCollective, ExternalHandle, ExternalWork, Keeps, Meeting, MemoryKind,
+    Publisher, PublishingNeeds, TensorDesc, Wake,
 };
-use crate::plan::{ExternalStep, Plan, StagedCopies};
+use crate::plan::{ExternalStep, StagedCopies};
 
 type Bases = SmallVec<[*mut u8; 4]>;
 
@@ -402,12 +401,12 @@ impl Buffers {
     ///
     /// # Errors
     /// The errors of [`crate::call::Staging::publisher`]; `Exhausted`.
-    pub(crate) fn add_publisher(&mut self, desc: &CallDesc, plan: &Plan) -> Result<()> {
+    pub(crate) fn add_publisher(&mut self, desc: &CallDesc, needs: PublishingNeeds, code_bytes: u64) -> Result<()> {
         let Some(staging) = &desc.staging else { return Err(Error::internal("a call by reference has no staging")) };
-        let Publisher { worker, scratch } = staging.publisher(references::needs(desc, plan))?;
+        let Publisher { worker, scratch } = staging.publisher(needs)?;
         self.tensor_coder = Some(worker);
         self.scratch_base = Some(scratch);
-        let mut storage = Storage::new(plan.code_bytes as usize)?;
+        let mut storage = Storage::new(code_bytes as usize)?;
         self.codes_base = Some(storage.ptr());
         self.staging.push(Arc::new(storage));
         Ok(())

@@ -19,7 +19,7 @@ pub use collective_memory::CollectiveMemory;
 pub(crate) use compute::Compute;
 pub use error_probe::Sample;
 pub(crate) use message::MessageMemory;
-pub(crate) use references::References;
+pub(crate) use references::{References, publishing_needs};
 pub(crate) use tile::BadTile;
 pub use tile::TileHead;
 pub(crate) use tile_runs::tensor_coder;

@@ -5,7 +5,7 @@
 
 use std::ops::Range;
 
-use accl_schedule::Finish;
+use accl_schedule::{Buf, Finish};
 use accl_types::{Dtype, ReduceOp};
 
 use super::buffers::Buffers;
@@ -14,7 +14,7 @@ use super::tile::{BadTile, TileHead};
 use crate::call::{
     CallDesc, ExternalReduction, PublishedOperand, PublishedResult, PublishingNeeds, ReducedTile, TILE_HEADER_BYTES,
 };
-use crate::plan::{Coded, Combination, Operand, Plan};
+use crate::plan::{Coded, Combination, Operand, Plan, PlanOpKind};
 
 /// Number in the headers of these tiles, in place of the settings of a codec.
 const SETTINGS: u32 = 0x5245_4653;
@@ -28,9 +28,22 @@ pub(crate) struct References {
 }
 
 /// Returns the needs of a call by reference.
-pub(super) fn needs(desc: &CallDesc, plan: &Plan) -> PublishingNeeds {
+pub(crate) fn publishing_needs(desc: &CallDesc, plan: &Plan) -> PublishingNeeds {
     let (dtype, op) = arithmetic(desc);
-    PublishingNeeds { dtype, op, published_bytes: plan.published_bytes, scratch_bytes: plan.scratch_bytes }
+    let writes = |kind: &PlanOpKind| match kind {
+        PlanOpKind::Combine(combination) => {
+            let out = combination.out.as_ref().filter(|_| !combination.tiles.is_empty());
+            out.is_some_and(|out| out.is_in(Buf::Out))
+        }
+        _ => false,
+    };
+    PublishingNeeds {
+        dtype,
+        op,
+        published_bytes: plan.published_bytes,
+        scratch_bytes: plan.scratch_bytes,
+        writing_tasks: plan.ops.iter().filter(|op| writes(&op.kind)).count() as u32,
+    }
 }
 
 /// Returns the type of the elements and the operator. A call that only moves data may mix types, so it moves bytes.

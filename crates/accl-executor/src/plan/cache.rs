@@ -51,6 +51,11 @@ impl Planner {
         self.chooser.topology().world()
     }
 
+    /// Returns whether all ranks are on one host.
+    pub fn is_on_one_host(&self) -> bool {
+        self.chooser.topology().host_count() == 1
+    }
+
     /// Returns the predicted time of a collective of `bytes` bytes, in picoseconds: see [`Chooser::predicted_ps`].
     pub fn predicted_ps(&self, collective: Collective, bytes: Bytes, equal_blocks: bool) -> u64 {
         self.chooser.predicted_ps(collective, bytes, equal_blocks)

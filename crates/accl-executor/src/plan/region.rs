@@ -2,7 +2,7 @@
 //!
 //! This module knows no addresses. Read [`Region`] first.
 
-use accl_schedule::{Extent, Extents, Layout, Span};
+use accl_schedule::{Buf, Extent, Extents, Layout, Span};
 use smallvec::SmallVec;
 
 /// A payload as byte ranges, with the position of each in the payload.
@@ -37,6 +37,11 @@ impl Region {
     /// Returns the byte ranges in order, each with its position in the payload.
     pub(super) fn parts(&self) -> impl Iterator<Item = (u64, Extent)> {
         self.starts.iter().copied().zip(self.extents.iter().copied())
+    }
+
+    /// Returns whether bytes of the payload lie in this buffer.
+    pub(crate) fn is_in(&self, buf: Buf) -> bool {
+        self.extents.iter().any(|extent| extent.buf == buf)
     }
 
     /// Returns whether both payloads are the same bytes of the same buffer.

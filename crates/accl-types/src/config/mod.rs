@@ -121,6 +121,17 @@ pub struct Redirect {
     pub to: RedirectTo,
 }
 
+/// Way of collectives on GPU tensors inside a host.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum GpuRoute {
+    /// [`GpuRoute::Peer`] where the GPUs of all ranks allow it, otherwise [`GpuRoute::Staged`].
+    Auto,
+    /// Ranks read each other's device memory.
+    Peer,
+    /// Tensors are copied through host memory.
+    Staged,
+}
+
 /// The parsed settings of one process or group. They do not change once a group is created from them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Config {
@@ -140,6 +151,10 @@ pub struct Config {
     pub shm_limit: u64,
     /// Maximum bytes of idle pinned host memory.
     pub gpu_pinned: u64,
+    /// `ACCL_GPU_ROUTE`: way of collectives on GPU tensors inside a host.
+    pub gpu_route: GpuRoute,
+    /// `ACCL_GPU_WINDOW`: maximum bytes of a collective on the way `peer`.
+    pub gpu_window: u64,
     /// `ACCL_SEGMENT_BYTES`: maximum payload of one frame, in bytes.
     pub segment_bytes: u64,
     /// `ACCL_EAGER_BYTES`: maximum bytes sent before the receiver issues the matching call, per group and peer.
@@ -182,6 +197,8 @@ impl Default for Config {
             ring_bytes: 0,
             shm_limit: 0,
             gpu_pinned: 0,
+            gpu_route: GpuRoute::Auto,
+            gpu_window: 0,
             segment_bytes: 0,
             eager_bytes: 0,
             spin_us: None,

@@ -1,6 +1,8 @@
 //! Parsers of setting values and their inverses. A parser's error is a clause such as ` (out of range)`, or empty.
 
-use super::{AlgorithmRule, Calibration, IfnameFilter, LogLevel, ProfileNames, Redirect, RedirectTo, WorkerCount};
+use super::{
+    AlgorithmRule, Calibration, GpuRoute, IfnameFilter, LogLevel, ProfileNames, Redirect, RedirectTo, WorkerCount,
+};
 use crate::{Collective, nearest, parse_cpus, parse_size, show_cpus, show_size};
 
 const LOG_LEVELS: &[(&str, LogLevel)] = &[
@@ -13,6 +15,17 @@ const LOG_LEVELS: &[(&str, LogLevel)] = &[
 
 pub(super) fn log_level(text: &str) -> Result<LogLevel, String> {
     LOG_LEVELS.iter().find(|(name, _)| *name == text).map(|&(_, level)| level).ok_or_else(String::new)
+}
+
+const GPU_ROUTES: &[(&str, GpuRoute)] =
+    &[("auto", GpuRoute::Auto), ("peer", GpuRoute::Peer), ("staged", GpuRoute::Staged)];
+
+pub(super) fn gpu_route(text: &str) -> Result<GpuRoute, String> {
+    GPU_ROUTES.iter().find(|(name, _)| *name == text).map(|&(_, route)| route).ok_or_else(String::new)
+}
+
+pub(super) fn show_gpu_route(route: GpuRoute) -> &'static str {
+    GPU_ROUTES.iter().find(|(_, known)| *known == route).map_or("", |(name, _)| name)
 }
 
 /// Only refuses white space: the ranks of a group compare the device in a text that separates settings by spaces. A
