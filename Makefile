@@ -89,10 +89,10 @@ gpu-bundle: ## pack wheel, tests and runner for a machine with a GPU that has to
 	@.ci/gpu_bundle $(ARGS)
 
 test-gpu: ## test calls on tensors of this machine's GPU; says "no GPU" without one; ARGS='--device standin --tiny'
-	@.ci/gpu --part order,end,jobs,suite $(ARGS)
+	@.ci/gpu --part order,peer,codecs,end,jobs,suite $(ARGS)
 
 bench-gpu: ## measure calls on tensors of this machine's GPU, next to copies and gloo: docs/performance/accelerators.md
-	@.ci/gpu --part bench,stream $(ARGS)
+	@.ci/gpu --part bench,peer,codecs,stream $(ARGS)
 
 fuzz-world: ## run simulated worlds with random seeds for HOURS=1, on every core
 	@HOURS=$(HOURS) .ci/fuzz_world

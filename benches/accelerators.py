@@ -23,7 +23,7 @@ PAGE = ROOT / "docs" / "performance" / "accelerators.md"
 COMMAND = "python -m benches.accelerators RESULTS --write-docs"
 NAME = "figures"
 # Parts of `tests/gpu` that measure.
-MEASURING = ("bench", "stream")
+MEASURING = ("bench", "peer", "codecs", "stream")
 NONE = "There is no figure yet: no run on a GPU has been written here."
 
 
@@ -43,7 +43,7 @@ def tables(results: Mapping[str, Any] | None) -> Iterator[str]:
         )
     figures = {name: results["parts"].get(name, {}).get("figures", []) for name in MEASURING}
     if not any(figures.values()):
-        raise ValueError(f"the results have no figure; run the parts {' and '.join(MEASURING)}")
+        raise ValueError(f"the results have no figure; run the parts {', '.join(MEASURING)}")
     yield from _machine(results)
     targets = [row for rows in figures.values() for row in rows if "target" in row]
     if targets:

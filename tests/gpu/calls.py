@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from support import contribution
+from support import bytes_equal, contribution
 
 
 @dataclass
@@ -163,3 +163,17 @@ REDUCE = [all_reduce, average, maximum, several, reduce, reduce_scatter, reduce_
 MOVE = [broadcast, all_gather, all_gather_flat, gather, scatter, all_to_all, all_to_all_uneven, exchange, batch]
 # Flat outputs of all ranks must be dense.
 DENSE = [all_gather_flat, reduce_scatter_flat, all_to_all_uneven]
+
+
+def on_host(kind: Any, rank: int, world: int, count: int, dtype: str, seed: int, strided: bool) -> list[torch.Tensor]:
+    """Returns the results of the same call on CPU tensors."""
+    works, results = kind(Call(rank, world, count, dtype, torch.Tensor.clone, seed, strided))
+    for work in works:
+        work.wait()
+    return list(results)
+
+
+def check_results(results: list[torch.Tensor], expected: list[torch.Tensor], what: object) -> None:
+    """Checks that results on a device have the bits of the results on CPU tensors."""
+    for number, (result, wanted) in enumerate(zip(results, expected, strict=True)):
+        assert bytes_equal(result.cpu(), wanted), f"result {number} of {what} differs from the result on CPU tensors"

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from support import bytes_equal, init_group, run_ranks, versions
 
 from . import calls
-from .calls import Call
+from .calls import Call, check_results, on_host
 from .device import Device
 from .report import Report, Skip, check
 
@@ -83,25 +83,12 @@ def every_call(device: Device, rank: int, world: int, is_tiny: bool) -> None:
             continue
         seed += 1
         strided = kind not in calls.DENSE and seed % 3 == 0
-        expected = _on_host(kind, rank, world, count, dtype, seed, strided)
+        expected = on_host(kind, rank, world, count, dtype, seed, strided)
         device.compute(0.3)
         works, results = kind(Call(rank, world, count, dtype, device.put, seed, strided))
         for work in works:
             work.wait()
-        _check(results, expected, (kind.__name__, dtype, count, strided))
-
-
-def _on_host(kind: Any, rank: int, world: int, count: int, dtype: str, seed: int, strided: bool) -> list[torch.Tensor]:
-    """Returns the results of the same call on CPU tensors."""
-    works, results = kind(Call(rank, world, count, dtype, torch.Tensor.clone, seed, strided))
-    for work in works:
-        work.wait()
-    return list(results)
-
-
-def _check(results: list[torch.Tensor], expected: list[torch.Tensor], what: object) -> None:
-    for number, (result, wanted) in enumerate(zip(results, expected, strict=True)):
-        assert bytes_equal(result.cpu(), wanted), f"result {number} of {what} differs from the result on CPU tensors"
+        check_results(results, expected, (kind.__name__, dtype, count, strided))
 
 
 def follows_the_current_stream(device: Device, rank: int, world: int) -> None:
@@ -269,13 +256,13 @@ def random_program(device: Device, rank: int, world: int, seed: int, steps: int)
                 work.wait()
             copies = [result + 0 for result in results]
         look.synchronize()
-        _check(copies, [wanted.contiguous() for wanted in expected], what)
+        check_results(copies, [wanted.contiguous() for wanted in expected], what)
 
     with device.disturbed():
         for step in range(steps):
             kind, count = program.choice(kinds), program.choice([1, 7, 1000, 40_000, 600_000])
             strided = kind not in calls.DENSE and program.random() < 0.3
-            expected = _on_host(kind, rank, world, count, "float32", step, strided)
+            expected = on_host(kind, rank, world, count, "float32", step, strided)
             with mine.choice(streams):
                 if mine.random() < 0.5:
                     device.compute(mine.choice([1, 5]))

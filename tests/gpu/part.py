@@ -12,7 +12,7 @@ import platform
 import sys
 from pathlib import Path
 
-PARTS = ("order", "codecs", "bench", "end", "jobs", "suite", "stream")
+PARTS = ("order", "peer", "codecs", "bench", "end", "jobs", "suite", "stream")
 
 
 def main() -> int:
@@ -28,7 +28,7 @@ def main() -> int:
     os.environ.setdefault("TORCH_FR_DUMP_ON_TIMEOUT", "0")
     # torch then asks NVML whether there is a card, and begins no use of CUDA.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-    if asked.part not in ("codecs", "bench", "stream"):
+    if asked.part not in ("peer", "codecs", "bench", "stream"):
         os.environ.setdefault("ACCL_CALIBRATION", "off")
 
     import torch
