@@ -494,10 +494,11 @@ impl Scenario {
 
     /// Whether the ranks of a call publish chunks and send references. True for some suitable calls in worlds with staging.
     pub(super) fn is_by_reference(&self, item: usize) -> bool {
-        let Item { step, codec, collective, composed, .. } = &self.items[item];
-        let moves = !self.items[item].is_message() && *collective != Collective::Barrier;
-        let can_be = moves && *step == 1 && codec.is_none() && composed.is_none() && !self.is_offloaded(item);
-        can_be && self.seed.is_multiple_of(3) && hash_words([self.seed, item as u64, 0x4ef]).is_multiple_of(3)
+        let Item { step, codec, collective, composed, counts, .. } = &self.items[item];
+        let has_bytes = !self.items[item].is_message() || counts[0] > 0;
+        let can_be = has_bytes && *collective != Collective::Barrier && codec.is_none() && composed.is_none();
+        let is_drawn = self.seed.is_multiple_of(3) && hash_words([self.seed, item as u64, 0x4ef]).is_multiple_of(3);
+        can_be && *step == 1 && !self.is_offloaded(item) && is_drawn
     }
 
     /// Whether the devices of its group do a call. True for most suitable calls of two groups in three, in every third

@@ -35,7 +35,7 @@ pub(crate) struct PeerCall {
     peers: Arc<GpuPeers>,
     seen: Arc<SeenWindows>,
     /// Published chunks, followed by the temporary memory.
-    window: Lease,
+    window: Option<Lease>,
     published_bytes: u64,
     /// Bytes of the window that tasks have taken for their chunks.
     taken: AtomicU64,
@@ -50,7 +50,7 @@ pub(crate) struct PeerCall {
 
 impl fmt::Debug for PeerCall {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("PeerCall").field("window", &self.window.id().number).finish_non_exhaustive()
+        f.debug_struct("PeerCall").field("published_bytes", &self.published_bytes).finish_non_exhaustive()
     }
 }
 
@@ -69,7 +69,10 @@ impl PeerCall {
         Ok(Self {
             peers: peers.clone(),
             seen: seen.clone(),
-            window: peers.lend(needs.published_bytes + needs.scratch_bytes)?,
+            window: match needs.published_bytes + needs.scratch_bytes {
+                0 => None,
+                bytes => Some(peers.lend(bytes)?),
+            },
             published_bytes: needs.published_bytes,
             taken: AtomicU64::new(0),
             kernel,
@@ -82,7 +85,8 @@ impl PeerCall {
     /// Returns the address of the temporary memory.
     pub(crate) fn scratch(&self) -> *mut u8 {
         // Only the device uses the address.
-        std::ptr::without_provenance_mut((self.window.address() + self.published_bytes) as usize)
+        let base = self.window.as_ref().map_or(0, Lease::address);
+        std::ptr::without_provenance_mut((base + self.published_bytes) as usize)
     }
 
     /// Takes room in the window for the chunk of a task.
@@ -219,12 +223,15 @@ impl PeerLauncher {
             let to = match tile.result {
                 PublishedResult::Values(to) => to.addr() as u64,
                 PublishedResult::Reference(at) => {
-                    let window = self.call.window.id();
                     let offset = self.room(task)? + before;
+                    let Some(lease) = &self.call.window else {
+                        return Err(Error::internal("a call publishes more than it said"));
+                    };
+                    let window = lease.id();
                     let reference = Reference { window, offset }.to_bytes();
                     // SAFETY: the task names host memory of this length, which is its own until it reports the tile.
                     unsafe { at.copy_from_nonoverlapping(reference.as_ptr(), REFERENCE_BYTES) };
-                    self.call.window.address() + offset
+                    lease.address() + offset
                 }
             };
             let stretch = Stretch { to, operands, elems: tile.elems };
@@ -255,7 +262,8 @@ impl PeerLauncher {
         let is_copy = task.tiles.first().is_some_and(|tile| tile.operands.len() == 1);
         if is_copy {
             // In place, a tensor may be copied to itself.
-            for Stretch { to, operands, elems } in stretches.iter().filter(|stretch| stretch.operands[0] != stretch.to) {
+            for Stretch { to, operands, elems } in stretches.iter().filter(|stretch| stretch.operands[0] != stretch.to)
+            {
                 // SAFETY: the addresses belong to tiles of a task that are ready. The task is not given back before an event
                 // behind the copy has come, and what it reads is not written before its call ends on all ranks.
                 let [to, from] = [*to, operands[0]].map(|at| unsafe { DeviceMemory::new(at, elems * size) });
@@ -287,7 +295,8 @@ impl PeerLauncher {
 impl PeerCall {
     /// Returns whether an address lies in the temporary memory.
     fn is_scratch(&self, at: *mut u8) -> bool {
-        let (begin, end) = (self.window.address(), self.window.address() + self.window.id().len_bytes);
-        (begin..end).contains(&(at.addr() as u64))
+        let is_in =
+            |lease: &Lease| (lease.address()..lease.address() + lease.id().len_bytes).contains(&(at.addr() as u64));
+        self.window.as_ref().is_some_and(is_in)
     }
 }

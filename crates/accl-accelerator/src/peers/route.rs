@@ -2,7 +2,8 @@
 //!
 //! Owns the decision, which is the same on all ranks. A call is by reference if all ranks are on one host, its size is
 //! between two bounds, and the GPUs of all ranks have read each other's memory in a trial. The first such call of a group
-//! makes the trial, in which all ranks exchange windows twice over the host. Read [`GroupRoute::of_call`] first.
+//! makes the trial, in which all ranks exchange windows twice over the host. Messages have no trial, and are by reference if
+//! the setting says so. Read [`GroupRoute::of_call`] first.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -43,6 +44,8 @@ pub struct GroupRoute {
     most_bytes: u64,
     /// `None` until the first call that may be by reference.
     agreed: Mutex<Option<Agreed>>,
+    /// Windows of other ranks that messages have seen.
+    seen_by_messages: Arc<SeenWindows>,
     peer_bytes: AtomicU64,
     staged_bytes: AtomicU64,
 }
@@ -73,12 +76,13 @@ impl GroupRoute {
     /// Creates the state of a group from its settings, which are the same on all ranks.
     pub fn new(config: &Config) -> Self {
         let Config { gpu_route: setting, eager_bytes, gpu_window: most_bytes, .. } = *config;
-        let agreed = Mutex::new(None);
+        let (agreed, seen_by_messages) = Default::default();
         Self {
             setting,
             eager_bytes,
             most_bytes,
             agreed,
+            seen_by_messages,
             peer_bytes: AtomicU64::new(0),
             staged_bytes: AtomicU64::new(0),
         }
@@ -101,6 +105,9 @@ impl GroupRoute {
         if self.setting == GpuRoute::Staged || !group.can_be_by_reference(desc) {
             return Ok(None);
         }
+        if desc.collective.is_point_to_point() {
+            return self.of_message(group, desc, device, all);
+        }
         let size = desc.size_bytes(group.world());
         let is_sized =
             desc.collective == Collective::AllToAll || (self.eager_bytes + 1..=self.most_bytes).contains(&size);
@@ -108,19 +115,12 @@ impl GroupRoute {
             return Ok(None);
         }
         let is_peer = self.setting == GpuRoute::Peer;
-        let refused = |why: &str| {
-            let text = format!("ACCL_GPU_ROUTE=peer is impossible: {why}; set it to auto or staged on all ranks");
-            Error::unsupported(text).of(desc.collective)
-        };
+        let refused = |why: &str| refused(why).of(desc.collective);
         if !group.is_on_one_host() {
-            return if is_peer { Err(refused("the ranks of the group are on several hosts")) } else { Ok(None) };
+            return if is_peer { Err(refused(SEVERAL_HOSTS)) } else { Ok(None) };
         }
         let Some(device) = device else {
-            return if is_peer {
-                Err(refused("devices of this type have no table of driver functions"))
-            } else {
-                Ok(None)
-            };
+            return if is_peer { Err(refused(NO_DRIVER)) } else { Ok(None) };
         };
         // Held during the trial: other threads' calls on the group follow this one.
         let mut agreed = self.agreed.lock();
@@ -147,6 +147,28 @@ impl GroupRoute {
         }
     }
 
+    /// Returns the way of a message. Ranks issue messages in orders of their own, so no trial can precede one on both: messages are
+    /// by reference only if the setting says so.
+    fn of_message(
+        &self,
+        group: &Group,
+        desc: &CallDesc,
+        device: Option<&GpuDevice>,
+        all: &AllGpuPeers,
+    ) -> Result<Option<PeerRoute>> {
+        let is_sized = (self.eager_bytes + 1..=self.most_bytes).contains(&desc.bytes());
+        if self.setting != GpuRoute::Peer || !is_sized {
+            return Ok(None);
+        }
+        if !group.is_on_one_host() {
+            return Err(refused(SEVERAL_HOSTS).of(desc.collective));
+        }
+        let device = device.ok_or_else(|| refused(NO_DRIVER).of(desc.collective))?;
+        let peers = all.of(device).map_err(|error| refused(&error.message).of(desc.collective))?;
+        let seen = self.seen_by_messages.clone();
+        Ok(Some(PeerRoute(Arc::new(GroupPeers { peers, seen, reduces: false }))))
+    }
+
     /// Counts the bytes of a call on tensors of a device.
     pub fn count(&self, bytes: u64, is_by_reference: bool) {
         let counter = if is_by_reference { &self.peer_bytes } else { &self.staged_bytes };
@@ -168,6 +190,15 @@ impl GroupRoute {
         };
         format!("tensors of accelerators: peer memory {way}, {peer} bytes by peer, {staged} bytes staged\n")
     }
+}
+
+/// Reasons of a refusal.
+const SEVERAL_HOSTS: &str = "the ranks of the group are on several hosts";
+const NO_DRIVER: &str = "devices of this type have no table of driver functions";
+
+/// Returns the error of a call that the setting does not let go another way.
+fn refused(why: &str) -> Error {
+    Error::unsupported(format!("ACCL_GPU_ROUTE=peer is impossible: {why}; set it to auto or staged on all ranks"))
 }
 
 /// Says why the calls of a process are staged.

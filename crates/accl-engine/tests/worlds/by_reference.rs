@@ -373,3 +373,94 @@ fn a_rank_without_memory_to_publish_in_refuses_the_call_and_keeps_the_group() {
         assert!(run(&member, case, Some(&Device::new(Manner::Eager, 1))).unwrap() == plain);
     });
 }
+
+/// Describes a message of `memory` to or from a rank.
+fn message(collective: Collective, memory: &mut [u8], peer: Option<u32>, device: Option<&Arc<Device>>) -> CallDesc {
+    let tensor = TensorDesc::dense(memory.as_mut_ptr(), Dtype::U8, Elems(memory.len() as u64));
+    let tensor = if device.is_some() { tensor.in_memory(DEVICE) } else { tensor };
+    let mut desc = CallDesc::new(collective, Dtype::U8);
+    match collective {
+        Collective::Send => desc.inputs = Blocks::of(tensor),
+        _ => desc.outputs = Blocks::of(tensor),
+    }
+    (desc.peer, desc.tag, desc.mode) = (peer.map(Rank), 5, accl_engine::Mode::Async);
+    desc.staging = device.map(|device| Arc::new(Stage(device.clone())) as Arc<dyn Staging>);
+    desc.is_by_reference = device.is_some();
+    desc
+}
+
+fn bytes_of(rank: usize, index: usize, count: usize) -> Vec<u8> {
+    let mut rng = Rng::new((rank * 100 + index) as u64);
+    (0..count).map(|_| rng.next_u64() as u8).collect()
+}
+
+/// Several messages each way, of less than a tile and of many, in frames of few references.
+#[test]
+fn messages_by_reference_arrive_whole_and_in_order() {
+    for (segment, manner) in [("1KiB", Manner::Slow), ("64KiB", Manner::Eager)] {
+        let options = accl_testkit::WorldOptions::new(2).with("segment_bytes", segment);
+        World::new(options).run("g", |member| {
+            let device = Device::new(manner, 3);
+            let other = 1 - member.rank;
+            let counts = [1, 70_000, 20 << 20, 3, (5 << 20) + 1];
+            let mut sent: Vec<Vec<u8>> =
+                counts.iter().enumerate().map(|(index, &count)| bytes_of(member.rank, index, count)).collect();
+            let mut received: Vec<Vec<u8>> = counts.iter().map(|&count| vec![0; count]).collect();
+            let mut calls = Vec::new();
+            for (index, (sent, received)) in sent.iter_mut().zip(&mut received).enumerate() {
+                let from = (index % 2 == 0).then_some(other as u32);
+                let send = message(Collective::Send, sent, Some(other as u32), Some(&device));
+                calls.push(member.group.submit(send).unwrap());
+                calls.push(member.group.submit(message(Collective::Recv, received, from, Some(&device))).unwrap());
+            }
+            calls.iter().for_each(|call| accl_testkit::finish(call).unwrap());
+            for (index, (received, count)) in received.iter().zip(counts).enumerate() {
+                assert!(*received == bytes_of(other, index, count), "message {index} of {count} bytes");
+            }
+        });
+    }
+}
+
+/// The sender may change the tensor when its send has ended, and its published memory may serve another call.
+#[test]
+fn a_send_ends_when_its_receiver_has_read() {
+    World::new(options(&[0, 0], "all_reduce", "ring")).run("g", |member| {
+        let device = Device::new(Manner::Slow, 7);
+        let mut memory = bytes_of(0, 0, 3 << 20);
+        if member.rank == 0 {
+            let mut call = member.group.submit(message(Collective::Send, &mut memory, Some(1), Some(&device))).unwrap();
+            std::thread::sleep(Duration::from_millis(50));
+            assert!(!call.is_done(), "the receive is not issued yet");
+            accl_testkit::finish(&call).unwrap();
+            call = member.group.submit(message(Collective::Send, &mut memory, Some(1), Some(&device))).unwrap();
+            accl_testkit::finish(&call).unwrap();
+        } else {
+            std::thread::sleep(Duration::from_millis(100));
+            for _ in 0..2 {
+                let mut received = vec![0; 3 << 20];
+                let call = member.group.submit(message(Collective::Recv, &mut received, None, Some(&device))).unwrap();
+                accl_testkit::finish(&call).unwrap();
+                assert!(received == memory);
+            }
+        }
+    });
+}
+
+#[test]
+fn messages_of_two_ways_or_sizes_are_a_mismatch() {
+    for (count, is_on_device, wanted) in [
+        (5000, true, "rank 0 sent 4000 elements of uint8, 4000 bytes with tag 5, but rank 1 receives 5000 elements"),
+        (4000, false, "only rank 0 has its tensor on a GPU; move the tensor of rank 1 to its GPU"),
+    ] {
+        World::new(options(&[0, 0], "all_reduce", "ring")).run("g", |member| {
+            let device = Device::new(Manner::Eager, 1);
+            let call = if member.rank == 0 {
+                message(Collective::Send, &mut vec![1; 4000].leak()[..], Some(1), Some(&device))
+            } else {
+                message(Collective::Recv, &mut vec![0; count].leak()[..], Some(0), is_on_device.then_some(&device))
+            };
+            let error = accl_testkit::finish(&member.group.submit(call).unwrap()).unwrap_err();
+            assert!(error.to_string().contains(wanted), "{error}");
+        });
+    }
+}

@@ -262,10 +262,14 @@ impl CallDesc {
         Err(Error::unsupported(text).of(self.collective).on_rank(rank))
     }
 
-    /// Returns whether a call of this kind can be by reference: a collective that moves or reduces tensors, unscaled and not
-    /// encoded. All ranks get the same answer.
+    /// Returns whether a call of this kind can be by reference: it moves bytes or reduces, unscaled and not encoded. All ranks
+    /// get the same answer.
     pub fn can_be_by_reference(&self, world: u32) -> bool {
-        let moves = !matches!(self.collective, Collective::Barrier | Collective::Send | Collective::Recv);
+        let moves = match self.collective {
+            Collective::Barrier => false,
+            Collective::Send | Collective::Recv => self.bytes() > 0,
+            _ => true,
+        };
         moves && world > 1 && self.op != ReduceOp::PremulSum && self.encoding(world).is_none() && self.seq.is_none()
     }
 

@@ -46,6 +46,8 @@ pub(crate) struct Outgoing {
     begun: bool,
     /// Whether the message is empty, was announced without room in the window, and still needs a grant.
     awaits_grant: bool,
+    /// Bytes at the end that are never sent without a grant.
+    withheld: u64,
 }
 
 /// Next fragment of a message to send.
@@ -71,7 +73,13 @@ impl Fragment {
 
 impl Outgoing {
     pub(crate) fn new(total: u64, window: Window) -> Self {
-        Self { total, sent: 0, granted: 0, window, begun: false, awaits_grant: false }
+        Self { total, sent: 0, granted: 0, window, begun: false, awaits_grant: false, withheld: 0 }
+    }
+
+    /// Returns this message with some bytes at its end that are never sent without a grant. The receiver grants them when it has
+    /// finished with the others, so the end of the message tells both sides that the other one has come so far.
+    pub(crate) fn withholding(self, bytes: u64) -> Self {
+        Self { withheld: bytes, ..self }
     }
 
     /// Creates a message that was already sent.
@@ -97,7 +105,7 @@ impl Outgoing {
     /// `has_room` returns whether the receiver's window has room for a message of the given bytes.
     pub(crate) fn next(&self, limit: u64, segment: u64, has_room: impl FnOnce(u64) -> bool) -> Option<Fragment> {
         if !self.begun {
-            let first = self.total.min(segment);
+            let first = (self.total - self.withheld).min(segment);
             if limit < first {
                 return None;
             }
@@ -191,6 +199,8 @@ pub(crate) struct Incoming {
     begun: bool,
     /// Whether the sender cannot continue without a grant.
     wants_grant: bool,
+    /// See [`Outgoing::withholding`].
+    withheld: u64,
 }
 
 impl Incoming {
@@ -207,7 +217,13 @@ impl Incoming {
             ahead,
             begun: false,
             wants_grant: false,
+            withheld: 0,
         }
+    }
+
+    /// Returns this message for a sender with [`Outgoing::withholding`].
+    pub(crate) fn withholding(self, bytes: u64) -> Self {
+        Self { withheld: bytes, ..self }
     }
 
     /// Creates a message that has already arrived.
@@ -308,7 +324,7 @@ impl Incoming {
             return None;
         }
         let grant = self.total.min(limit.unwrap_or(0) + segments_ahead() * segment);
-        let is_worth_it = grant == self.total || grant >= self.granted + segment;
+        let is_worth_it = grant >= self.total - self.withheld || grant >= self.granted + segment;
         if grant <= self.granted || grant <= self.arrived || !is_worth_it {
             return None;
         }

@@ -14,7 +14,9 @@ use super::fast_calls::Stopped;
 use super::state::GroupState;
 use crate::call::{CallDesc, CallInfo, CallObserver, CallState, External, Mode, Stopwatch, Wake};
 use crate::exec::{Message, PRIVATE_TAGS, PROBE_AFTER, Run};
-use crate::memory::{Buffers, Coder, Compute, MessageMemory, References, Sample, publishing_needs, tensor_coder};
+use crate::memory::{
+    BY_REFERENCE, Buffers, Coder, Compute, MessageMemory, References, Sample, publishing_needs, tensor_coder,
+};
 use crate::plan::Shape;
 
 /// A rank of one group that issues calls.
@@ -251,6 +253,7 @@ impl Caller {
             collective: desc.collective as u8,
             dtype: tensor.dtype as u8,
             count,
+            shape_hash: if desc.is_by_reference { BY_REFERENCE } else { 0 },
             reserved: desc.note,
             ..Signature::default()
         };

@@ -13,6 +13,7 @@ use smallvec::SmallVec;
 use super::overlap::{
     inputs_need_copy, outputs_are_entangled, outputs_share_elements, refuse_self_overlap, refuse_shared_memory,
 };
+use super::references::{message_bytes, message_needs};
 use super::staged::{Side, StagedMemory};
 use super::storage::Storage;
 use crate::call::{
@@ -74,6 +75,7 @@ impl Buffers {
         if desc.is_by_reference {
             refuse_shared_memory(desc, rank)?;
             buffers.set_addresses(desc);
+            buffers.add_message_publisher(desc)?;
             return Ok(buffers);
         }
         if desc.tensor_coder.is_some() {
@@ -409,6 +411,22 @@ impl Buffers {
         let mut storage = Storage::new(code_bytes as usize)?;
         self.codes_base = Some(storage.ptr());
         self.staging.push(Arc::new(storage));
+        Ok(())
+    }
+
+    /// Lets a message by reference use the memory of its references in place of its tensor. Does nothing for other calls.
+    fn add_message_publisher(&mut self, desc: &CallDesc) -> Result<()> {
+        let is_send = desc.collective == Collective::Send;
+        if !desc.collective.is_point_to_point() {
+            return Ok(());
+        }
+        let blocks = if is_send { &desc.inputs } else { &desc.outputs };
+        let Some(tensor) = blocks.alone() else { return Err(Error::internal("a message by reference has one tensor")) };
+        self.add_publisher(desc, message_needs(tensor, is_send), message_bytes(tensor))?;
+        for bases in [&mut self.inputs, &mut self.outputs] {
+            bases.clear();
+            bases.extend(self.codes_base);
+        }
         Ok(())
     }
 

@@ -7,13 +7,22 @@
 use accl_types::{Collective, Error, Result};
 
 use super::buffers::Buffers;
+use super::references::{REFERENCE_SLOT, message_tiles};
 use super::staged::RING_SLOTS;
-use crate::call::{CallDesc, ExternalHandle, ExternalState, TensorDesc, Wake};
+use crate::call::{CallDesc, ExternalHandle, ExternalReduction, ExternalState, ExternalWork, TensorDesc, Wake};
 use crate::plan::ExternalStep;
+
+/// Number in the signatures of messages by reference.
+pub(crate) const BY_REFERENCE: u32 = 1;
+
+/// Bytes at the end of a message by reference. The receiver grants them when it has read everything, so the sender may use the
+/// published memory again, and the receiver knows that the sender lived until then.
+const CONFIRMATION: u64 = 1;
 
 /// Memory that a send reads or a receive writes.
 pub(crate) struct MessageMemory {
     buffers: Buffers,
+    /// Bytes of the message: of the tensor, or of its references and their confirmation.
     total: u64,
     ring: Option<Ring>,
     /// Why the copies cannot go on.
@@ -24,6 +33,9 @@ pub(crate) struct MessageMemory {
 struct Ring {
     slot: u64,
     is_send: bool,
+    /// The copy of a message by reference: each slot is the reference of a tile, and none is used twice.
+    references: Option<ExternalReduction>,
+    is_by_reference: bool,
     /// Slots that the worker may copy, as it knows.
     ready: u32,
     /// The copy in flight; `None` until it has begun.
@@ -34,7 +46,10 @@ struct Ring {
 impl Ring {
     /// Returns the number of slots of the first `bytes` bytes of a message of `total` bytes; the last may be short.
     fn whole_slots(&self, bytes: u64, total: u64) -> u64 {
-        if bytes == total { total.div_ceil(self.slot) } else { bytes / self.slot }
+        match bytes == total && !self.is_by_reference {
+            true => total.div_ceil(self.slot),
+            false => bytes / self.slot,
+        }
     }
 
     fn made(&self) -> u64 {
@@ -56,6 +71,9 @@ impl MessageMemory {
         wake: impl FnOnce() -> Wake,
     ) -> Result<Self> {
         let is_send = desc.collective == Collective::Send;
+        if desc.is_by_reference {
+            return Ok(Self::by_reference(buffers, tensor, is_send, wake()));
+        }
         let slot = buffers.ring_slot().filter(|_| tensor.len_bytes() > 0);
         if let Some(slot) = slot.filter(|slot| slot * (RING_SLOTS - 1) < segment.min(tensor.len_bytes())) {
             let text = format!("the ring of a staged message has slots of {slot} bytes, for frames of {segment}");
@@ -63,7 +81,8 @@ impl MessageMemory {
         }
         let ring = slot.map(|slot| {
             let ready = if is_send { RING_SLOTS.min(tensor.len_bytes().div_ceil(slot)) as u32 } else { 0 };
-            Ring { slot, is_send, ready, handle: None, wake: Some(wake()) }
+            let wake = Some(wake());
+            Ring { slot, is_send, references: None, is_by_reference: false, ready, handle: None, wake }
         });
         let mut memory = Self { buffers, total: tensor.len_bytes(), ring, failure: None };
         if is_send {
@@ -72,12 +91,38 @@ impl MessageMemory {
         Ok(memory)
     }
 
+    /// Creates the memory of a message whose tensor is published, or read where it was published.
+    fn by_reference(buffers: Buffers, tensor: &TensorDesc, is_send: bool, wake: Wake) -> Self {
+        let references = message_tiles(tensor, buffers.output(0), is_send);
+        let tiles = references.tiles.len() as u32;
+        let ready = if is_send { tiles } else { 0 };
+        let total = u64::from(tiles) * REFERENCE_SLOT + CONFIRMATION;
+        let ring = Ring {
+            slot: REFERENCE_SLOT,
+            is_send,
+            references: Some(references),
+            is_by_reference: true,
+            ready,
+            handle: None,
+            wake: Some(wake),
+        };
+        let mut memory = Self { buffers, total, ring: Some(ring), failure: None };
+        if is_send {
+            memory.begin_copies(ExternalStep::CopyIn);
+        }
+        memory
+    }
+
     fn begin_copies(&mut self, step: ExternalStep) {
-        if let Some(ring) = &mut self.ring
-            && let Some(wake) = &ring.wake
-        {
-            ring.handle = self.buffers.begin_external(step, wake);
-            ring.wake = None;
+        let Some(ring) = &mut self.ring else { return };
+        let Some(wake) = ring.wake.take() else { return };
+        ring.handle = match ring.references.take() {
+            Some(references) => self.buffers.begin_combine(ExternalWork::Reduce(references.into()), &wake),
+            None => self.buffers.begin_external(step, &wake),
+        };
+        if let Some(handle) = ring.handle.as_ref().filter(|_| ring.is_by_reference && ring.is_send) {
+            let failed = handle.set_ready(ring.ready).err().map(|why| step.failure(handle.name(), why));
+            self.failure = self.failure.take().or(failed);
         }
     }
 
@@ -85,6 +130,11 @@ impl MessageMemory {
     #[inline]
     pub(crate) fn total(&self) -> u64 {
         self.total
+    }
+
+    /// Returns the bytes at the end that the receiver grants when it has finished with the others.
+    pub(crate) fn withheld(&self) -> u64 {
+        if self.ring.as_ref().is_some_and(|ring| ring.is_by_reference) { CONFIRMATION } else { 0 }
     }
 
     /// Returns whether the bytes pass through a ring.
@@ -96,6 +146,15 @@ impl MessageMemory {
     #[inline]
     pub(crate) fn limit(&self) -> u64 {
         let Some(ring) = &self.ring else { return self.total };
+        if ring.is_by_reference {
+            let references = self.total - CONFIRMATION;
+            let made = ring.made() * ring.slot;
+            return match made == references {
+                true => self.total,
+                false if ring.is_send => made,
+                false => references,
+            };
+        }
         let slots = if ring.is_send { ring.made() } else { ring.made() + RING_SLOTS };
         self.total.min(slots * ring.slot)
     }
@@ -104,6 +163,9 @@ impl MessageMemory {
     pub(crate) fn note_done(&mut self, done: u64) {
         let total = self.total;
         let Some(ring) = &mut self.ring else { return };
+        if ring.is_by_reference && ring.is_send {
+            return;
+        }
         let whole = ring.whole_slots(done, total);
         let ready = if ring.is_send { (whole + RING_SLOTS).min(total.div_ceil(ring.slot)) } else { whole } as u32;
         if ready <= ring.ready {
@@ -188,11 +250,11 @@ impl MessageMemory {
     /// Returns the position of byte `at` in the memory, and how many bytes follow without a gap.
     fn position(&self, at: u64) -> (usize, usize) {
         match &self.ring {
-            None => (at as usize, (self.total - at) as usize),
-            Some(ring) => {
+            Some(ring) if !ring.is_by_reference => {
                 let capacity = RING_SLOTS * ring.slot;
                 ((at % capacity) as usize, (capacity - at % capacity) as usize)
             }
+            None | Some(_) => (at as usize, (self.total - at) as usize),
         }
     }
 

@@ -18,7 +18,7 @@ pub(crate) use coder::Coder;
 pub use collective_memory::CollectiveMemory;
 pub(crate) use compute::Compute;
 pub use error_probe::Sample;
-pub(crate) use message::MessageMemory;
+pub(crate) use message::{BY_REFERENCE, MessageMemory};
 pub(crate) use references::{References, publishing_needs};
 pub(crate) use tile::BadTile;
 pub use tile::TileHead;

@@ -20,7 +20,7 @@ use smallvec::SmallVec;
 use super::context::{RunContext, flags};
 use super::transfer::{Ahead, Arrival, Excess, Fragment, Incoming, Outgoing, Part, Window};
 use crate::call::CallState;
-use crate::memory::MessageMemory;
+use crate::memory::{BY_REFERENCE, MessageMemory};
 
 /// A send or receive in flight.
 pub struct Message {
@@ -243,7 +243,7 @@ impl P2p {
         if message.memory.is_staged() {
             self.staged_sends.insert((to, id));
         }
-        let outgoing = Outgoing::new(message.memory.total(), message.window());
+        let outgoing = Outgoing::new(message.memory.total(), message.window()).withholding(message.memory.withheld());
         peer.unbegun.push_back(Sending { message, id, outgoing });
         self.sendable.insert(to);
     }
@@ -321,18 +321,7 @@ impl P2p {
     fn matched(&mut self, mut message: Message, from: Rank, header: &Header, signature: Signature) -> Result<()> {
         message.call.set_source(from, signature.reserved);
         let (sent, wanted) = (signature, message.signature);
-        if header.value != message.memory.total() || sent.dtype != wanted.dtype {
-            let show = |signature: Signature, bytes: u64| {
-                let dtype = Dtype::from_code(signature.dtype).map_or("unknown", Dtype::name);
-                format!("{} elements of {dtype}, {bytes} bytes", signature.count)
-            };
-            let error = Error::mismatch(format!(
-                "rank {from} sent {} with tag {}, but rank {} receives {}; make size and dtype agree",
-                show(sent, header.value),
-                header.tag,
-                message.call.rank,
-                show(wanted, message.memory.total())
-            ));
+        if let Some(error) = disagreement(from, header, (sent, wanted), &message) {
             // Put back, so that it fails together with everything else in the group.
             self.posted.entry((message.tag, message.peer)).or_default().push_front(Posted { order: 0, message });
             return Err(error.with_peer(from));
@@ -343,7 +332,8 @@ impl P2p {
         if message.memory.is_staged() {
             self.staged_receives.insert((from, header.seq));
         }
-        let incoming = Incoming::new(message.memory.total(), message.window(), Ahead::Refused);
+        let incoming = Incoming::new(message.memory.total(), message.window(), Ahead::Refused)
+            .withholding(message.memory.withheld());
         self.peers[from.index()].receiving.insert(header.seq, Receiving { message, incoming });
         Ok(())
     }
@@ -373,7 +363,9 @@ impl P2p {
         let at = match incoming.arrive(part, data, limit) {
             Ok(Arrival::Place { at }) => at,
             Ok(Arrival::Kept | Arrival::Refused) => {
-                return Err(Error::internal("a matched message has no destination memory"));
+                return Err(Error::protocol(format!(
+                    "rank {from} sent bytes of message {id} that it was not granted; check that both ranks run the same version"
+                )));
             }
             Err(Excess) => return Err(Error::protocol(format!("rank {from} sent too many bytes of message {id}"))),
         };
@@ -518,6 +510,42 @@ impl P2p {
         let posted = self.posted.values().flatten().map(|posted| &posted.message);
         of_peers.chain(posted).inspect(|_| self.step())
     }
+}
+
+/// Returns the error if a message and the receive that it matches differ.
+fn disagreement(
+    from: Rank,
+    header: &Header,
+    (sent, wanted): (Signature, Signature),
+    message: &Message,
+) -> Option<Error> {
+    let total = message.memory.total();
+    let is_by_reference = |signature: &Signature| signature.shape_hash == BY_REFERENCE;
+    let (by_reference, receives_by_reference) = (is_by_reference(&sent), is_by_reference(&wanted));
+    // References say nothing of the bytes of the tensor.
+    let is_other_size = if by_reference { sent.count != wanted.count } else { header.value != total };
+    let (tag, rank) = (header.tag, message.call.rank);
+    let show = |signature: Signature| {
+        let dtype = Dtype::from_code(signature.dtype).map_or("unknown", Dtype::name);
+        let bytes = Dtype::from_code(signature.dtype).map_or(0, Dtype::size_bytes) as u64 * signature.count;
+        format!("{} elements of {dtype}, {bytes} bytes", signature.count)
+    };
+    if sent.dtype != wanted.dtype
+        || sent.count != wanted.count
+        || by_reference == receives_by_reference && is_other_size
+    {
+        let (sent, wanted) = (show(sent), show(wanted));
+        return Some(Error::mismatch(format!(
+            "rank {from} sent {sent} with tag {tag}, but rank {rank} receives {wanted}; make size and dtype agree"
+        )));
+    }
+    (by_reference != receives_by_reference).then(|| {
+        let (on_gpu, other) = if by_reference { (from, rank) } else { (rank, from) };
+        Error::mismatch(format!(
+            "rank {from} sent a message with tag {tag} to rank {rank}, and only rank {on_gpu} has its tensor on a GPU; move the \
+             tensor of rank {other} to its GPU, or set ACCL_GPU_ROUTE=staged on all ranks"
+        ))
+    })
 }
 
 /// Whether receives from any source count as needing a rank.
