@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from support import BACKEND, command_code, run_command, run_script, standin
+from torch_accl_cli import info
 
 pytestmark = pytest.mark.skipif(BACKEND != "accl", reason="about this package only")
 
@@ -134,6 +135,18 @@ def test_info_names_accelerators_and_the_way_of_their_calls():
     facts = json.loads(ended.stdout)
     assert facts["accelerators"] == ["standin:0", "standin:1"]
     assert facts["accelerator_route"].startswith("staged") and facts["accelerator_codecs"].startswith("on the CPU")
+    wanted = "staged, by ACCL_GPU_ROUTE=auto: devices of the type standin do not share memory"
+    assert facts["accelerator_route_inside_a_host"] == wanted
+
+
+def test_info_names_the_setting_of_the_route_inside_a_host():
+    tried = "peer memory, tried by the first large collective of a group"
+    assert info._route_inside_a_host("cuda", "auto") == f"{tried}; staged if it fails, by ACCL_GPU_ROUTE=auto"
+    assert info._route_inside_a_host("cuda", "peer") == f"{tried}; an error if it fails, by ACCL_GPU_ROUTE=peer"
+    assert info._route_inside_a_host("cuda", "staged") == "staged, by ACCL_GPU_ROUTE=staged"
+    assert info._route_inside_a_host("xpu", "peer").startswith(
+        "refused, by ACCL_GPU_ROUTE=peer: devices of the type xpu"
+    )
 
 
 @pytest.mark.slow

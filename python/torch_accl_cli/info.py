@@ -118,14 +118,14 @@ def facts(native: Any, calibrate: bool) -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         **native.host_facts(),
-        **_accelerators(),
+        **_accelerators(native),
         # A package's requirements are known only when it is loaded, and loading it may involve all ranks of a job.
         "loaded_with_the_first_group": [f"{one.name} of {_package(one)}" for one in packages],
         "calibration": native.calibration(calibrate),
     }
 
 
-def _accelerators() -> dict[str, Any]:
+def _accelerators(native: Any) -> dict[str, Any]:
     """Returns the accelerators that torch finds here, and how calls on their tensors go; else why there are none."""
     import torch
 
@@ -148,11 +148,32 @@ def _accelerators() -> dict[str, Any]:
             name = f"(cannot be used: {str(error).splitlines()[0]})"
         return f"{kind.type}:{index} {name}".strip()
 
+    [setting] = [row["value"] for row in native.config_rows() if row["name"] == "ACCL_GPU_ROUTE"]
     return {
         "accelerators": [shown(index) for index in range(count)],
         "accelerator_route": "staged: copies to pinned host memory and back",
-        "accelerator_codecs": "on the CPU: no kernels for accelerators exist",
+        "accelerator_route_inside_a_host": _route_inside_a_host(kind.type, setting),
+        "accelerator_codecs": (
+            "on the GPU, by kernels that the first call compiles; else on the CPU"
+            if kind.type in _WITH_DRIVERS
+            else f"on the CPU: there are no kernels for {kind.type}"
+        ),
     }
+
+
+# Types of devices whose driver the native module can call. torch names ROCm's devices cuda, too.
+_WITH_DRIVERS = ("cuda",)
+
+
+def _route_inside_a_host(kind: str, setting: str) -> str:
+    """Returns how large collectives go if all ranks are on one host, for a value of ACCL_GPU_ROUTE. Opens no device."""
+    if setting == "staged":
+        return "staged, by ACCL_GPU_ROUTE=staged"
+    failure = {"auto": "staged if it fails", "peer": "an error if it fails"}[setting]
+    if kind not in _WITH_DRIVERS:
+        failure = {"auto": "staged", "peer": "refused"}[setting]
+        return f"{failure}, by ACCL_GPU_ROUTE={setting}: devices of the type {kind} do not share memory"
+    return f"peer memory, tried by the first large collective of a group; {failure}, by ACCL_GPU_ROUTE={setting}"
 
 
 def _package(entry: EntryPoint) -> str:
