@@ -419,3 +419,90 @@ def test_training_gives_the_bits_of_the_cpu(rank):
 
     assert_equal_bits(train("standin"), train("cpu"))
     assert peer_bytes()[0] > 0
+
+
+PEER = ALL | {"ACCL_GPU_ROUTE": "peer"}
+
+
+@ORDERS
+@on_ranks(2, 3, fresh=True, init=False, env=PEER)
+def test_messages_give_the_bits_of_the_cpu(rank, world, order):
+    start(rank, order)
+
+    def program(device):
+        counts = (1, 1000, 300_001, LARGE)
+        received = [torch.empty(count, device=device) for count in counts]
+        sent = [values(rank, count, torch.float32, seed=count % 7).to(device) for count in counts]
+        after, before = (rank + 1) % world, (rank - 1) % world
+        works = [dist.isend(tensor, after, tag=tag) for tag, tensor in enumerate(sent)]
+        works += [dist.irecv(tensor, before, tag=tag) for tag, tensor in reversed(list(enumerate(received)))]
+        for work in works:
+            work.wait()
+        strided = torch.zeros(500, 4, device=device)
+        if rank == 0:
+            dist.send(sent[1][:500].view(100, 5).t(), 1)
+        elif rank == 1:
+            dist.recv(strided[:, 2])
+        return {str(index): tensor.cpu() for index, tensor in enumerate((*received, strided))}
+
+    assert_equal_bits(program("standin"), program("cpu"))
+    by_peer, staged = peer_bytes_of(described())
+    assert by_peer > 4 * LARGE and staged == 0, described()
+
+
+def peer_bytes_of(text):
+    found = re.search(r"(\d+) bytes by peer, (\d+) bytes staged", text)
+    return int(found[1]), int(found[2])
+
+
+@on_ranks(2, fresh=True, init=False, env=PEER)
+def test_a_send_may_be_followed_by_a_change_of_its_tensor(rank):
+    start(rank, "late")
+    for number in range(5):
+        tensor = torch.full((200_000,), float(number), device="standin")
+        if rank == 0:
+            dist.send(tensor, 1)
+            tensor.fill_(-1.0)
+        else:
+            received = torch.empty_like(tensor)
+            dist.recv(received, 0)
+            assert (received.cpu() == number).all()
+
+
+@on_ranks(2, fresh=True, init=False, env=PEER)
+def test_a_message_between_a_gpu_and_host_memory_names_both_ranks(rank):
+    start(rank)
+    tensor = torch.ones(3000, device="standin" if rank == 0 else "cpu")
+    with pytest.raises(RuntimeError, match="only rank 0 has its tensor on a GPU; move the tensor of rank 1 to its GPU"):
+        dist.send(tensor, 1) if rank == 0 else dist.recv(tensor, 0)
+
+
+@on_ranks(2, fresh=True, init=False, env=ALL)
+def test_messages_are_staged_unless_the_setting_says_peer(rank):
+    start(rank)
+    tensor = torch.ones(3000, device="standin")
+    dist.all_reduce(tensor)
+    by_peer, _ = peer_bytes_of(described())
+    if rank == 0:
+        dist.send(tensor, 1)
+    else:
+        dist.recv(tensor, 0)
+    assert peer_bytes_of(described()) == (by_peer, 12_000)
+
+
+@ORDERS
+@on_ranks(2, fresh=True, init=False, env=PEER)
+def test_batches_of_messages_give_the_bits_of_the_cpu(rank, order):
+    start(rank, order)
+
+    def program(device):
+        received = torch.empty(50_000, device=device)
+        operations = [
+            dist.P2POp(dist.isend, values(rank, 50_000, torch.float32).to(device), 1 - rank),
+            dist.P2POp(dist.irecv, received, 1 - rank),
+        ]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+        return {"received": received.cpu()}
+
+    assert_equal_bits(program("standin"), program("cpu"))

@@ -2,11 +2,12 @@
 
 `install` wraps the methods of `ProcessGroup`: a call's tensors are moved to the device with their strides, offsets and
 shared storages, and its results are copied back when the call has been waited for. Bodies of tests do not change, and
-neither do the results that they expect. `ACCL_TEST_ORDER` selects the order of the device's streams; `cuda` selects a card
-instead, which all ranks share.
+neither do the results that they expect. `ACCL_TEST_ORDER` selects the order of the device's streams, or `peer` with
+a random one; `cuda` selects a card instead, which all ranks share.
 """
 
 import functools
+import os
 import threading
 from typing import Any
 
@@ -117,14 +118,17 @@ _batches: dict[int, list[Moved]] = {}
 
 def install(order: str, rank: int) -> None:
     """Registers the device, and wraps the methods for the life of this process. In the order `mixed`, ranks with even
-    numbers keep their tensors in host memory.
+    numbers keep their tensors in host memory. In the order `peer`, ranks read each other's device memory.
     """
     if order == "cuda":
         global _device
         _device = order
         torch.cuda.set_device(0)
     else:
-        standin.register("random" if order == "mixed" else order, seed=rank)
+        module = standin.register("random" if order in ("mixed", "peer") else order, seed=rank)
+        if order == "peer":
+            standin.lend_driver(module)
+            os.environ.update(ACCL_EAGER_BYTES="0", ACCL_GPU_ROUTE="peer")
     if order == "mixed" and rank % 2 == 0:
         return
     group = dist.ProcessGroup

@@ -42,7 +42,7 @@ pub use accl_executor::call::{
 pub use accl_executor::call::{PhaseTimes, Phases};
 pub use accl_executor::group::PacketSink;
 pub use accl_executor::group::Work;
-pub use accl_executor::memory::CollectiveMemory;
+pub use accl_executor::memory::{CollectiveMemory, refuse_undefined_outputs};
 pub use accl_executor::peers::Traffic;
 pub use api::call::Call;
 pub use api::error_stats::ErrorStats;

@@ -7,7 +7,10 @@ use std::time::Duration;
 
 use accl_accelerator::{GroupRoute, PeerRoute};
 use accl_engine::offload::OffloadKind;
-use accl_engine::{Call, CallDesc, Engine, GroupRole, GroupSpec, Mode, Phases, Submitted, Waited as EngineWaited};
+use accl_engine::{
+    Call, CallDesc, Engine, GroupRole, GroupSpec, Mode, Phases, Submitted, Waited as EngineWaited,
+    refuse_undefined_outputs,
+};
 use accl_types::config::{Config, LogLevel, ProfileNames};
 use accl_types::{Collective, Dtype, Elems, Error, ErrorKind, Rank, ReduceOp, Result};
 use cxx::{SharedPtr, UniquePtr};
@@ -203,6 +206,8 @@ impl Group {
             let inner = self.inner()?;
             inner.route.count(desc.bytes(), route.is_some());
             if route.is_some() {
+                // Below, the engine sees dense copies of the tensors.
+                refuse_undefined_outputs(desc).map_err(|error| error.of(desc.collective))?;
                 desc.is_by_reference = true;
                 (desc.inputs, desc.outputs) =
                     (dense_blocks(&desc.inputs, args.inputs), dense_blocks(&desc.outputs, args.outputs));

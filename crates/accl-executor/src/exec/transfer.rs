@@ -76,10 +76,9 @@ impl Outgoing {
         Self { total, sent: 0, granted: 0, window, begun: false, awaits_grant: false, withheld: 0 }
     }
 
-    /// Returns this message with some bytes at its end that are never sent without a grant. The receiver grants them when it has
-    /// finished with the others, so the end of the message tells both sides that the other one has come so far.
-    pub(crate) fn withholding(self, bytes: u64) -> Self {
-        Self { withheld: bytes, ..self }
+    /// Returns this message with bytes at its end that the receiver grants only when it has finished with the others.
+    pub(crate) fn withholding(self, withheld: u64) -> Self {
+        Self { withheld, ..self }
     }
 
     /// Creates a message that was already sent.
@@ -199,7 +198,6 @@ pub(crate) struct Incoming {
     begun: bool,
     /// Whether the sender cannot continue without a grant.
     wants_grant: bool,
-    /// See [`Outgoing::withholding`].
     withheld: u64,
 }
 
@@ -221,9 +219,9 @@ impl Incoming {
         }
     }
 
-    /// Returns this message for a sender with [`Outgoing::withholding`].
-    pub(crate) fn withholding(self, bytes: u64) -> Self {
-        Self { withheld: bytes, ..self }
+    /// See [`Outgoing::withholding`].
+    pub(crate) fn withholding(self, withheld: u64) -> Self {
+        Self { withheld, ..self }
     }
 
     /// Creates a message that has already arrived.

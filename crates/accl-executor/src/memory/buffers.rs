@@ -10,10 +10,11 @@ use accl_schedule::{Buf, Extent};
 use accl_types::{Collective, Elems, Error, Moment, ReduceOp, Result};
 use smallvec::SmallVec;
 
+use super::message_references::{message_bytes, message_needs};
 use super::overlap::{
     inputs_need_copy, outputs_are_entangled, outputs_share_elements, refuse_self_overlap, refuse_shared_memory,
+    shared_outputs,
 };
-use super::references::{message_bytes, message_needs};
 use super::staged::{Side, StagedMemory};
 use super::storage::Storage;
 use crate::call::{
@@ -93,7 +94,7 @@ impl Buffers {
         let premul = desc.collective.reduces() && desc.op == ReduceOp::PremulSum;
         let shared = outputs_are_entangled(&desc.outputs) && outputs_share_elements(&desc.outputs)?;
         if shared && !in_place {
-            return Err(Error::invalid_argument("two output tensors share memory; give each its own"));
+            return Err(shared_outputs());
         }
         let overlap = !in_place && inputs_need_copy(desc, rank);
         buffers.staged_memory = StagedMemory::new(desc, overlap || shared)?.map(Box::new);

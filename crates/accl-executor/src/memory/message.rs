@@ -7,7 +7,7 @@
 use accl_types::{Collective, Error, Result};
 
 use super::buffers::Buffers;
-use super::references::{REFERENCE_SLOT, message_tiles};
+use super::message_references::{REFERENCE_SLOT, message_tiles};
 use super::staged::RING_SLOTS;
 use crate::call::{CallDesc, ExternalHandle, ExternalReduction, ExternalState, ExternalWork, TensorDesc, Wake};
 use crate::plan::ExternalStep;

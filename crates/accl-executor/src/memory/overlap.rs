@@ -18,6 +18,24 @@ pub(crate) fn refuse_self_overlap(tensor: &TensorDesc) -> Result<()> {
     Ok(())
 }
 
+/// Refuses outputs with several elements at one address, and different outputs that share elements. Results of a call in place
+/// may share them, because all ranks write the same values.
+///
+/// # Errors
+/// `InvalidArgument` for such outputs.
+pub fn refuse_undefined_outputs(desc: &CallDesc) -> Result<()> {
+    desc.outputs.pieces().iter().try_for_each(refuse_self_overlap)?;
+    if !desc.inputs.is_empty() && outputs_are_entangled(&desc.outputs) && outputs_share_elements(&desc.outputs)? {
+        return Err(shared_outputs());
+    }
+    Ok(())
+}
+
+/// Returns the error of a call whose outputs share memory.
+pub(crate) fn shared_outputs() -> Error {
+    Error::invalid_argument("two output tensors share memory; give each its own")
+}
+
 /// Refuses tensors of a call by reference that share memory in a way that the schedules do not allow, or are not dense.
 pub(super) fn refuse_shared_memory(desc: &CallDesc, rank: usize) -> Result<()> {
     let pieces = || desc.inputs.pieces().iter().chain(desc.outputs.pieces());

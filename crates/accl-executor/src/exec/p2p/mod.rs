@@ -4,6 +4,7 @@
 //! posted receives, unexpected messages (which arrived before their receive), and the order in which sends begin.
 //! `transfer` owns the protocol of one message. Read [`P2p`] first.
 
+mod mismatch;
 mod private;
 mod staged;
 
@@ -13,14 +14,15 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-use accl_types::{Dtype, Error, Moment, Rank, Result};
+use accl_types::{Error, Moment, Rank, Result};
 use accl_wire::frame::{Header, Kind, Signature, WANTS_GRANT};
 use smallvec::SmallVec;
 
+use self::mismatch::disagreement;
 use super::context::{RunContext, flags};
 use super::transfer::{Ahead, Arrival, Excess, Fragment, Incoming, Outgoing, Part, Window};
 use crate::call::CallState;
-use crate::memory::{BY_REFERENCE, MessageMemory};
+use crate::memory::MessageMemory;
 
 /// A send or receive in flight.
 pub struct Message {
@@ -321,7 +323,7 @@ impl P2p {
     fn matched(&mut self, mut message: Message, from: Rank, header: &Header, signature: Signature) -> Result<()> {
         message.call.set_source(from, signature.reserved);
         let (sent, wanted) = (signature, message.signature);
-        if let Some(error) = disagreement(from, header, (sent, wanted), &message) {
+        if let Some(error) = disagreement(from, header, (sent, wanted), (message.memory.total(), message.call.rank)) {
             // Put back, so that it fails together with everything else in the group.
             self.posted.entry((message.tag, message.peer)).or_default().push_front(Posted { order: 0, message });
             return Err(error.with_peer(from));
@@ -510,42 +512,6 @@ impl P2p {
         let posted = self.posted.values().flatten().map(|posted| &posted.message);
         of_peers.chain(posted).inspect(|_| self.step())
     }
-}
-
-/// Returns the error if a message and the receive that it matches differ.
-fn disagreement(
-    from: Rank,
-    header: &Header,
-    (sent, wanted): (Signature, Signature),
-    message: &Message,
-) -> Option<Error> {
-    let total = message.memory.total();
-    let is_by_reference = |signature: &Signature| signature.shape_hash == BY_REFERENCE;
-    let (by_reference, receives_by_reference) = (is_by_reference(&sent), is_by_reference(&wanted));
-    // References say nothing of the bytes of the tensor.
-    let is_other_size = if by_reference { sent.count != wanted.count } else { header.value != total };
-    let (tag, rank) = (header.tag, message.call.rank);
-    let show = |signature: Signature| {
-        let dtype = Dtype::from_code(signature.dtype).map_or("unknown", Dtype::name);
-        let bytes = Dtype::from_code(signature.dtype).map_or(0, Dtype::size_bytes) as u64 * signature.count;
-        format!("{} elements of {dtype}, {bytes} bytes", signature.count)
-    };
-    if sent.dtype != wanted.dtype
-        || sent.count != wanted.count
-        || by_reference == receives_by_reference && is_other_size
-    {
-        let (sent, wanted) = (show(sent), show(wanted));
-        return Some(Error::mismatch(format!(
-            "rank {from} sent {sent} with tag {tag}, but rank {rank} receives {wanted}; make size and dtype agree"
-        )));
-    }
-    (by_reference != receives_by_reference).then(|| {
-        let (on_gpu, other) = if by_reference { (from, rank) } else { (rank, from) };
-        Error::mismatch(format!(
-            "rank {from} sent a message with tag {tag} to rank {rank}, and only rank {on_gpu} has its tensor on a GPU; move the \
-             tensor of rank {other} to its GPU, or set ACCL_GPU_ROUTE=staged on all ranks"
-        ))
-    })
 }
 
 /// Whether receives from any source count as needing a rank.
