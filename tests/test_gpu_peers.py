@@ -8,6 +8,9 @@ import ctypes
 import os
 import re
 import signal
+import subprocess
+import sys
+import tempfile
 import time
 from datetime import timedelta
 
@@ -233,13 +236,32 @@ def test_results_in_the_place_of_their_contributions(rank, world, order):
     assert_equal_bits(program("standin"), program("cpu"))
 
 
+@ORDERS
+@on_ranks(2, 3, fresh=True, init=False, env=ALL)
+def test_contributions_that_share_memory_with_results(rank, world, order):
+    start(rank, order)
+
+    def program(device):
+        row = values(rank, 5000 * (world + 1), torch.float32).to(device)
+        dist.all_gather_single(row[: 1000 * world], row[500:1500])
+        dist.reduce_scatter_single(row[300:1300], row[: 1000 * world])
+        exchanged = values(rank, 4000 * world, torch.float32, seed=2).to(device)
+        dist.all_to_all_single(exchanged, exchanged)
+        # One rank alone has tensors that share memory.
+        other = values(rank, 3000 * world, torch.float32, seed=3).to(device)
+        target = other if rank == 0 else torch.empty_like(other)
+        dist.all_to_all_single(target, other)
+        return {"row": row.cpu(), "exchanged": exchanged.cpu(), "target": target.cpu()}
+
+    assert_equal_bits(program("standin"), program("cpu"))
+
+
 @on_ranks(2, fresh=True, init=False, env=ALL)
-def test_tensors_that_share_memory_are_refused_by_name(rank):
+def test_results_that_share_memory_are_refused_by_name(rank):
     start(rank)
     row = torch.zeros(3000, device="standin")
-    dist.all_reduce(row)
-    with pytest.raises(ValueError, match="tensors of the call share memory; give each tensor its own"):
-        dist.all_gather_single(row[:2000], row[500:1500])
+    with pytest.raises(ValueError, match="two output tensors share memory; give each its own"):
+        dist.all_gather([row[:2000], row[1000:]], torch.zeros(2000, device="standin"))
     dist.all_reduce(row)
 
 
@@ -395,10 +417,9 @@ def test_a_device_without_memory_for_a_window_says_so(rank):
         match="out of memory.*ACCL_GPU_ROUTE=staged or a smaller ACCL_GPU_WINDOW",
     ):
         dist.all_reduce(torch.ones(LARGE, device="standin"))
-    library.accl_standin_memory_limit(ctypes.c_size_t(0))
-    tensor = torch.ones(LARGE, device="standin")
-    dist.all_reduce(tensor)
-    assert (tensor.cpu() == 2).all()
+    # The ranks do not know what the others have done, so the group has failed.
+    with pytest.raises(RuntimeError, match="out of memory"):
+        dist.all_reduce(torch.ones(1000, device="standin"))
 
 
 @on_ranks(2, fresh=True, init=False, env=ALL)
@@ -506,3 +527,131 @@ def test_batches_of_messages_give_the_bits_of_the_cpu(rank, order):
         return {"received": received.cpu()}
 
     assert_equal_bits(program("standin"), program("cpu"))
+
+
+@on_ranks(2, fresh=True, init=False, env=ALL)
+def test_a_rank_without_memory_for_a_window_fails_the_call_on_all_ranks(rank):
+    """The next call of the rank was taken for the one that it had refused, so that both ranks had wrong sums."""
+    start(rank, timeout=timedelta(seconds=20))
+    dist.all_reduce(torch.ones(1000, device="standin"))
+    if rank == 1:
+        library = ctypes.CDLL(str(standin.build_driver()))
+        library.accl_standin_memory_limit(ctypes.c_size_t(4 << 20))
+    with pytest.raises((MemoryError, RuntimeError), match="out of memory"):
+        dist.all_reduce(torch.full((LARGE,), 10.0, device="standin"))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        dist.all_reduce(torch.ones(LARGE, device="standin"))
+
+
+@on_ranks(2, fresh=True, init=False, env=ALL)
+def test_an_idle_window_of_any_size_serves_a_call_if_the_device_is_full(rank):
+    start(rank)
+    dist.all_reduce(torch.ones(LARGE, device="standin"))
+    library = ctypes.CDLL(str(standin.build_driver()))
+    library.accl_standin_memory_limit(ctypes.c_size_t(1 << 20))
+    until = time.monotonic() + 10
+    while standin._backend("standin").snapshot()["process"]["idle_window_bytes"] < 16 << 20:
+        assert time.monotonic() < until
+    # Two windows at once, one of them much larger than its call.
+    works = [dist.all_reduce(torch.ones(1000, device="standin"), async_op=True) for _ in range(2)]
+    for work in works:
+        work.wait()
+
+
+def test_ranks_that_were_forked_after_the_import_read_each_others_windows():
+    """They drew the same numbers for their windows, so that each read its own, and had wrong sums without an error."""
+    program = """
+import os, sys
+sys.path.insert(0, "tests")
+import torch, torch.distributed as dist
+import torch_accl
+from support import standin
+
+def main(rank, path):
+    module = standin.register("late", seed=rank + 1)
+    standin.lend_driver(module)
+    dist.init_process_group("accl", init_method=f"file://{path}", rank=rank, world_size=2)
+    for count in (200_000, 70_000):
+        tensor = torch.full((count,), float(rank + 1), device="standin")
+        dist.all_reduce(tensor)
+        assert (tensor.cpu() == 3).all(), tensor.cpu()
+    found = dist.group.WORLD._get_backend(torch.device("standin")).describe()
+    assert "peer memory peer" in found, found
+    assert standin.driver_counts().imports > 0
+    dist.destroy_process_group()
+
+path = sys.argv[1]
+children = []
+for rank in range(2):
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            main(rank, path)
+            status = 0
+        finally:
+            os._exit(status)
+    children.append(child)
+sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children))
+"""
+    with tempfile.TemporaryDirectory() as folder:
+        environment = os.environ | {"ACCL_EAGER_BYTES": "0"}
+        command = [sys.executable, "-c", program, os.path.join(folder, "store")]
+        done = subprocess.run(command, cwd=standin.ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+@ORDERS
+@on_ranks(2, fresh=True, init=False, env=ALL)
+def test_one_group_serves_two_devices_of_a_process(rank, order):
+    """The windows of the first device were used with tensors of the second one, which ended the process."""
+    start(rank, order)
+    for device in ("standin:0", "standin:1", "standin:0"):
+        tensor = torch.full((50_000,), rank + 1.0, device=device)
+        dist.all_reduce(tensor)
+        assert (tensor.cpu() == 3).all()
+    tensor = torch.full((50_000,), rank + 1.0, device=f"standin:{rank}")
+    dist.all_reduce(tensor)
+    assert (tensor.cpu() == 3).all()
+
+
+@on_ranks(2, fresh=True, init=False, env=ALL)
+def test_a_first_call_with_host_memory_on_one_rank_names_both(rank):
+    """It named an all_gather of bytes that no program had called."""
+    start(rank)
+    with pytest.raises(RuntimeError) as raised:
+        dist.all_reduce(torch.ones(1000, device="standin" if rank == 0 else "cpu"))
+    text = str(raised.value)
+    assert "rank 0 called a large collective with all tensors on a GPU, and rank 1 called all_reduce(float32" in text
+    assert "set ACCL_GPU_ROUTE=staged on all ranks" in text
+
+
+@on_ranks(2, fresh=True, init=False)
+def test_a_small_exchange_without_splits_is_staged(rank):
+    start(rank)
+    counts = torch.arange(2, device="standin")
+    dist.all_to_all_single(torch.empty_like(counts), counts)
+    assert "0 bytes by peer, 16 bytes staged" in described() or "peer" not in described()
+    assert standin.driver_counts().allocations == 0
+
+
+@on_ranks(2, fresh=True, init=False, env=ALL)
+def test_a_trial_waits_for_no_work_of_the_program(rank):
+    module = start(rank, "late")
+    module.compute(1_000_000)
+    begun = time.monotonic()
+    work = dist.all_reduce(torch.ones(1000, device="standin"), async_op=True)
+    assert time.monotonic() - begun < 5
+    work.wait()
+
+
+@on_ranks(2, fresh=True, init=False, env=ALL)
+def test_the_snapshot_counts_windows(rank):
+    start(rank)
+    dist.all_reduce(torch.ones(100_000, device="standin"))
+    until = time.monotonic() + 10
+    while True:
+        process = standin._backend("standin").snapshot()["process"]
+        if process["window_bytes"] == process["idle_window_bytes"] > 0:
+            break
+        assert time.monotonic() < until, process

@@ -24,7 +24,7 @@ mod worker;
 
 pub use accl_gpu::{Libraries, Vendor};
 pub use eager::EagerCall;
-pub use peers::{Complete, GroupRoute, PeerRoute};
+pub use peers::{GroupRoute, Issuing, PeerRoute};
 pub use pinned::PinnedCounts;
 pub use single::{KernelMemory, SingleKernels, Work};
 pub use staging::Accelerators;

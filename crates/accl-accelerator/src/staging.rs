@@ -20,7 +20,7 @@ use crate::check::Checker;
 use crate::copies::{Copier, CopiesOut, Issued, SharedStreams};
 use crate::figures::Figures;
 use crate::gpu_codecs::{AllGpuCodecs, CallKernels, GpuCodecs, warn};
-use crate::peers::{AllGpuPeers, Complete, GroupRoute, PeerCall, PeerLauncher, PeerRoute};
+use crate::peers::{AllGpuPeers, GroupRoute, Issuing, PeerCall, PeerLauncher, PeerRoute, SeenWindows};
 use crate::pinned::{PinnedCounts, PinnedMemory};
 use crate::streams::{CallStreams, GpuDevice, Pinning};
 use crate::tiles::{LaunchTarget, SUMS_BYTES, TileLauncher};
@@ -80,9 +80,9 @@ impl Accelerators {
         group: &Group,
         desc: &CallDesc,
         device: Option<&GpuDevice>,
-        complete: Complete<'_>,
+        issuing: Issuing<'_>,
     ) -> Result<Option<PeerRoute>> {
-        route.of_call(group, desc, device, &self.gpu_peers, complete)
+        route.of_call(group, desc, device, &self.gpu_peers, issuing)
     }
 
     /// Returns the bytes of device memory that other processes may read: all, and those that no call uses.
@@ -205,14 +205,15 @@ impl Staging for CallStaging {
     }
 
     fn publisher(&self, needs: PublishingNeeds) -> Result<Publisher> {
-        let Some(PeerRoute(group)) = &self.route else {
+        let Some(route) = &self.route else {
             return Err(Error::internal("a call by reference has no route"));
         };
         let stream = self.streams.lock().native_stream()?;
-        let call = Arc::new(PeerCall::new(&group.peers, &group.seen, needs, stream)?);
+        let call = Arc::new(PeerCall::new(&route.peers, &route.seen, needs, stream)?);
         let scratch = call.scratch();
         let (name, follower) = (self.device.clone(), self.accelerators.follower.clone());
-        let worker = PeerWorker { name, follower, streams: Some(self.streams.clone()), call };
+        let used = Some((self.streams.clone(), route.seen.clone()));
+        let worker = PeerWorker { name, follower, call: Some(call), used };
         Ok(Publisher { worker: Arc::new(worker), scratch })
     }
 
@@ -279,7 +280,7 @@ struct TileWorker {
 impl Drop for TileWorker {
     /// Lets the thread drop the streams: that may wait for a lock of the device, and this may run under the engine's lock.
     fn drop(&mut self) {
-        self.streams.take().into_iter().for_each(|streams| self.follower.dispose(streams));
+        self.streams.take().into_iter().for_each(|streams| self.follower.dispose(Box::new(streams)));
     }
 }
 
@@ -315,14 +316,17 @@ struct PeerWorker {
     name: String,
     follower: Arc<Follower>,
     /// `None` only while the worker is dropped.
-    streams: Option<SharedStreams>,
-    call: Arc<PeerCall>,
+    call: Option<Arc<PeerCall>>,
+    used: Option<(SharedStreams, Arc<SeenWindows>)>,
 }
 
 impl Drop for PeerWorker {
-    /// As for [`TileWorker`].
+    /// Gives the window back, and lets the thread drop the streams and the imported windows: that may wait for a lock of the
+    /// device, and this may run under the engine's lock.
     fn drop(&mut self) {
-        self.streams.take().into_iter().for_each(|streams| self.follower.dispose(streams));
+        // The call has the imported windows, too, so it must not be the last one.
+        self.call = None;
+        self.used.take().into_iter().for_each(|used| self.follower.dispose(Box::new(used)));
     }
 }
 
@@ -338,8 +342,8 @@ impl External for PeerWorker {
     }
 
     fn begin(&self, task: ExternalTask) {
-        let Some(streams) = self.streams.clone() else { return };
-        let launcher = PeerLauncher::new(streams, self.call.clone());
+        let Some((call, (streams, _))) = self.call.clone().zip(self.used.clone()) else { return };
+        let launcher = PeerLauncher::new(streams, call);
         self.follower.follow(Job { task: Some(task), issuer: Issuer::Peers(launcher), issued: Issued::default() });
     }
 

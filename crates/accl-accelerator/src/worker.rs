@@ -5,6 +5,7 @@
 //! call behind long computing therefore costs a number of polls that grows with the logarithm of its time. `staging`
 //! owns the copies of a call. Read [`Follower`] first.
 
+use std::any::Any;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::{JoinHandle, Thread};
@@ -14,7 +15,7 @@ use accl_engine::ExternalTask;
 use accl_types::{Error, Result};
 use parking_lot::Mutex;
 
-use crate::copies::{Copier, Issued, SharedStreams};
+use crate::copies::{Copier, Issued};
 use crate::peers::PeerLauncher;
 use crate::pinned::PinnedMemory;
 use crate::streams::StreamEvent;
@@ -65,6 +66,9 @@ impl Issuer {
     }
 }
 
+/// Streams and memory that a call has used.
+pub(crate) type Used = Box<dyn Any + Send>;
+
 /// The thread, and what it is given.
 #[derive(Debug)]
 pub(crate) struct Follower {
@@ -78,8 +82,8 @@ pub(crate) struct Follower {
 #[derive(Default)]
 struct Inbox {
     jobs: Vec<Job>,
-    /// Streams of calls that are over, for the thread to drop.
-    over: Vec<SharedStreams>,
+    /// What calls used that are over, for the thread to drop.
+    over: Vec<Used>,
     thread: Option<JoinHandle<()>>,
     /// Why no new job is followed; `None` while jobs are.
     closed: Option<&'static str>,
@@ -127,15 +131,15 @@ impl Follower {
         self.unpark(thread.as_ref());
     }
 
-    /// Drops the streams of a call in the thread, if there is one.
-    pub(crate) fn dispose(&self, streams: SharedStreams) {
+    /// Drops what a call has used in the thread, if there is one.
+    pub(crate) fn dispose(&self, used: Used) {
         let mut inbox = self.inbox.lock();
         let thread = inbox.thread.as_ref().filter(|_| inbox.closed.is_none()).map(|thread| thread.thread().clone());
         let Some(thread) = thread else {
             drop(inbox);
-            return drop(streams);
+            return drop(used);
         };
-        inbox.over.push(streams);
+        inbox.over.push(used);
         drop(inbox);
         self.unpark(Some(&thread));
     }
@@ -235,8 +239,11 @@ fn pause(idle: Duration) {
 /// Fails the call of a job that is not followed. Its memory is kept for ever if copies may be in flight.
 fn refuse(job: Job, why: &str) {
     let Job { task, issued, issuer } = job;
-    drop(issuer);
     let is_in_flight = issued.may_be_in_flight();
+    match issuer {
+        Issuer::Peers(launcher) if is_in_flight => std::mem::forget(launcher),
+        issuer => drop(issuer),
+    }
     match task {
         Some(task) if is_in_flight => {
             task.abandon(Error::device(format!("copies of the device may still be in flight: {why}")));
@@ -284,6 +291,8 @@ impl Job {
         match issuer {
             Issuer::Tiles(launcher) => launcher.end(issued.has_unknown),
             Issuer::Copies(copier) => drop(copier),
+            // Windows that kernels may still use serve no other call.
+            Issuer::Peers(launcher) if issued.has_unknown => std::mem::forget(launcher),
             Issuer::Peers(launcher) => drop(launcher),
         }
         match (task, issued.failure.take()) {

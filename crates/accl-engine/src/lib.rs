@@ -28,7 +28,7 @@ pub mod sync;
 mod time;
 mod wanted;
 
-pub use accl_executor::call::{Blocks, CallDesc, MemoryKind, Mode, TensorDesc, Waited};
+pub use accl_executor::call::{Blocks, CallDesc, MemoryKind, Mode, TRIAL, TensorDesc, Waited};
 pub use accl_executor::call::{
     Codecs, Encoded, Encoding, Measured, Probe, ResidualOwner, Residuals, Statistics, TILE_ELEMS, TILE_HEADER_BYTES,
     TensorCodecs,

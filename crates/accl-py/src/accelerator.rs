@@ -14,8 +14,8 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use accl_accelerator::{
-    CallStreams, DeviceRoom, Direction, EagerCall, GpuDevice, GroupRoute, Libraries, PeerRoute, Pinning, StreamCopy,
-    StreamEvent, Vendor,
+    CallStreams, DeviceRoom, Direction, EagerCall, GpuDevice, GroupRoute, Issuing, Libraries, PeerRoute, Pinning,
+    StreamCopy, StreamEvent, Vendor,
 };
 use accl_engine::{CallDesc, LentMemory, Phases, Staging};
 use accl_types::{Dtype, Error, Result};
@@ -139,7 +139,8 @@ impl TorchAccelerators {
                 _ => Err(waited.status.to_error().unwrap_or_else(|| Error::aborted(INTERRUPTED))),
             }
         };
-        accelerators.route_of(route, group, desc, device.as_ref(), &mut complete)
+        let issuing = Issuing { complete: &mut complete, is_interrupted: &mut ffi::python_interrupted };
+        accelerators.route_of(route, group, desc, device.as_ref(), issuing)
     }
 
     /// Begins a small blocking call, which its caller's thread does alone. Returns `None` if the call needs the streams of
@@ -202,6 +203,9 @@ impl TorchAccelerators {
             counts.used_bytes += pinned.used_bytes;
             counts.idle_bytes += pinned.idle_bytes;
             counts.polls += accelerators.polls();
+            let (bytes, idle_bytes) = accelerators.window_bytes();
+            counts.window_bytes += bytes;
+            counts.idle_window_bytes += idle_bytes;
         }
         counts
     }

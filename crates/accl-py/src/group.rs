@@ -191,7 +191,8 @@ impl Group {
             return Ok(waited);
         }
         self.stage(&mut desc, args, tensors, route)?;
-        complete_with(&inner.group, &mut desc, phases).map_err(refused)
+        complete_with(&inner.group, &mut desc, phases)
+            .map_err(|error| self.refused_as(desc.is_by_reference, tensors, error))
     }
 
     /// Stages the tensors of a call. `tensors` is null if they are in host memory.
@@ -224,6 +225,20 @@ impl Group {
         let inner = self.inner()?;
         let route = inner.accelerators.route_of(call, &inner.route, &inner.group, desc);
         route.map_err(|error| self.refused(tensors, error))
+    }
+
+    /// Follows the refusal of a call like [`Group::refused`]. If a call by reference has no memory for a window, or no kernel, this
+    /// rank alone refuses it, and the other ranks wait for it, so the group fails.
+    fn refused_as(&self, is_by_reference: bool, tensors: &SharedPtr<AcceleratorCall>, error: Error) -> Error {
+        match &self.0 {
+            Some(inner)
+                if is_by_reference && error.kind != ErrorKind::InvalidArgument && inner.group.error().is_none() =>
+            {
+                inner.group.fail(error.clone());
+                error
+            }
+            Some(_) | None => self.refused(tensors, error),
+        }
     }
 
     /// Follows the refusal of a call. An accelerator that refuses a copy has failed, and the other ranks wait for the
@@ -303,9 +318,10 @@ bridged! {
         }
         let route = group.route_of(&desc, tensors)?;
         group.stage(&mut desc, args, tensors, route)?;
-        let phases = desc.phases.clone();
+        let (phases, is_by_reference) = (desc.phases.clone(), desc.is_by_reference);
         let engine_group = group.group()?;
-        let call = engine_group.submit(desc).map_err(|error| group.refused(tensors, error))?;
+        let refused = |error| group.refused_as(is_by_reference, tensors, error);
+        let call = engine_group.submit(desc).map_err(refused)?;
         if let Some((memory, _)) = memory {
             in_order.add(call.clone(), tensors, memory);
         }

@@ -14,6 +14,9 @@ pub(crate) struct Counts {
     pub(crate) idle_bytes: usize,
     /// Number of times that the threads have asked devices for events.
     pub(crate) polls: u64,
+    /// Device memory that other processes may read: all, and the part that no call uses.
+    pub(crate) window_bytes: u64,
+    pub(crate) idle_window_bytes: u64,
 }
 
 /// The snapshot of one group: the state of its calls, a list of its ranks, and the process's counters.
@@ -29,6 +32,8 @@ pub(crate) fn to_json(snapshot: &Snapshot, accelerators: &Counts) -> String {
         "pinned_bytes": accelerators.used_bytes,
         "idle_pinned_bytes": accelerators.idle_bytes,
         "accelerator_polls": accelerators.polls,
+        "window_bytes": accelerators.window_bytes,
+        "idle_window_bytes": accelerators.idle_window_bytes,
     });
     json!({ "group": group, "ranks": peers, "process": work }).to_string()
 }

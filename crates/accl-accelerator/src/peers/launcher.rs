@@ -15,7 +15,7 @@ use accl_engine::{
 };
 use accl_gpu::kernels::{MOST_OPERANDS, ReductionPart, ReductionSet};
 use accl_gpu::{Argument, DeviceMemory, Grid, Module, Stream};
-use accl_types::{Error, Result};
+use accl_types::{DtypeClass, Error, Result};
 use parking_lot::Mutex;
 use smallvec::SmallVec;
 
@@ -110,7 +110,11 @@ impl PeerCall {
         let known = self.seen.lock().get(&number).cloned();
         let seen = match known {
             Some(seen) => seen,
-            None => self.seen.lock().entry(number).or_insert(self.peers.see(reference.window)?).clone(),
+            None => {
+                // Without the lock, because the driver may take long.
+                let seen = self.peers.see(reference.window)?;
+                self.seen.lock().entry(number).or_insert(seen).clone()
+            }
         };
         Ok(seen.address() + reference.offset)
     }
@@ -184,6 +188,11 @@ impl PeerLauncher {
             let end = issued.count + count;
             let stretches = self.stretches(task, issued.count..end)?;
             issued.has_unknown = true;
+            if let Some(first) = &task.first {
+                first.make_once(|copies| {
+                    self.copy(copies.iter().map(|copy| (copy.to.addr(), copy.from.addr(), copy.elems)))
+                })?;
+            }
             self.enqueue(task, &stretches)?;
             if end == task.tiles.len() && self.is_last_writer(task) {
                 // Tensors that are not dense are written from dense copies.
@@ -254,24 +263,47 @@ impl PeerLauncher {
         Ok(placed)
     }
 
-    fn enqueue(&self, task: &ExternalReduction, stretches: &[Stretch]) -> Result<()> {
-        let PeerCall { peers, kernel, stream, .. } = &*self.call;
+    /// Enqueues copies of bytes: to, from, and how many.
+    fn copy(&self, copies: impl Iterator<Item = (usize, usize, u64)>) -> Result<()> {
+        // In place, a tensor may be copied to itself.
+        for (to, from, bytes) in copies.filter(|&(to, from, bytes)| to != from && bytes > 0) {
+            // SAFETY: the addresses belong to tiles of a task that are ready, or to contributions of its call. The task is not given
+            // back before an event behind the copy has come, and what it reads is not written before its call ends on all ranks.
+            let [to, from] = [to, from].map(|at| unsafe { DeviceMemory::new(at as u64, bytes) });
+            self.call.peers.gpu.copy(to, from, self.stream())?;
+        }
+        Ok(())
+    }
+
+    fn stream(&self) -> Stream {
         // SAFETY: the stream belongs to the call's device and lives as long as the process.
-        let stream = unsafe { Stream::new(*stream) };
+        unsafe { Stream::new(self.call.stream) }
+    }
+
+    fn enqueue(&self, task: &ExternalReduction, stretches: &[Stretch]) -> Result<()> {
+        let PeerCall { kernel, .. } = &*self.call;
         let size = task.dtype.size_bytes() as u64;
         let is_copy = task.tiles.first().is_some_and(|tile| tile.operands.len() == 1);
         if is_copy {
-            // In place, a tensor may be copied to itself.
-            for Stretch { to, operands, elems } in stretches.iter().filter(|stretch| stretch.operands[0] != stretch.to)
-            {
-                // SAFETY: the addresses belong to tiles of a task that are ready. The task is not given back before an event
-                // behind the copy has come, and what it reads is not written before its call ends on all ranks.
-                let [to, from] = [*to, operands[0]].map(|at| unsafe { DeviceMemory::new(at, elems * size) });
-                peers.gpu.copy(to, from, stream)?;
-            }
-            return Ok(());
+            let copy = |stretch: &Stretch| {
+                let [to, from] = [stretch.to, stretch.operands[0]].map(|at| at as usize);
+                (to, from, stretch.elems * size)
+            };
+            return self.copy(stretches.iter().map(copy));
         }
         let Some((set, module)) = kernel else { return Err(Error::internal("a call that reduces has no kernel")) };
+        let dtype_align = match task.dtype.class() {
+            DtypeClass::Complex => size / 2,
+            _ => size,
+        };
+        let is_aligned = |stretch: &Stretch| {
+            stretch.operands.iter().chain([&stretch.to]).all(|address| address.is_multiple_of(dtype_align))
+        };
+        if !stretches.iter().all(is_aligned) {
+            return Err(Error::invalid_argument(
+                "the address of a tensor is not a multiple of its element's size; pass a copy of it",
+            ));
+        }
         let operands = stretches.first().map_or(0, |stretch| stretch.operands.len());
         if operands > MOST_OPERANDS {
             return Err(Error::unsupported(format!(
@@ -286,7 +318,7 @@ impl PeerLauncher {
             let launch = set.launch(&parts, task.finishes.then_some(task.world));
             let grid = Grid::line(launch.blocks, launch.threads);
             // SAFETY: as for a copy. The module lives as long as the process, and the kernel has one parameter of this type.
-            unsafe { module.launch(set.entry(), grid, &[Argument::of(&launch.args)], stream) }?;
+            unsafe { module.launch(set.entry(), grid, &[Argument::of(&launch.args)], self.stream()) }?;
         }
         Ok(())
     }

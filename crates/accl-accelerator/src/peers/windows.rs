@@ -5,11 +5,11 @@
 //! group that uses it. Read [`GpuPeers::lend`] first.
 
 use std::collections::HashMap;
-use std::hash::{BuildHasher, RandomState};
+use std::ops::RangeInclusive;
 use std::sync::{Arc, Weak};
 
 use accl_gpu::kernels::ReductionSet;
-use accl_gpu::{Allocation, Gpu, Imported, Module, Vendor};
+use accl_gpu::{Allocation, Gpu, Imported, Module, Stream, Vendor};
 use accl_types::{Dtype, Error, ReduceOp, Result};
 use parking_lot::Mutex;
 
@@ -34,7 +34,8 @@ impl AllGpuPeers {
         if let Some(known) = all.get(&(device.vendor, device.ordinal)) {
             return Ok(known.clone());
         }
-        let peers = Arc::new(GpuPeers::new(open(device)?));
+        let gpu = open(device)?;
+        let peers = Arc::new(GpuPeers::new(gpu.stream()?, gpu));
         all.insert((device.vendor, device.ordinal), peers.clone());
         Ok(peers)
     }
@@ -62,6 +63,8 @@ pub(crate) struct WindowCounts {
 #[derive(Debug)]
 pub(crate) struct GpuPeers {
     pub(crate) gpu: Gpu,
+    /// Stream of trials, which waits for no work of the program.
+    pub(crate) stream: Stream,
     state: Mutex<State>,
     modules: Mutex<HashMap<u64, Module>>,
 }
@@ -140,37 +143,44 @@ impl Seen {
 }
 
 impl GpuPeers {
-    fn new(gpu: Gpu) -> Self {
-        Self { gpu, state: Mutex::default(), modules: Mutex::default() }
+    fn new(stream: Stream, gpu: Gpu) -> Self {
+        Self { gpu, stream, state: Mutex::default(), modules: Mutex::default() }
     }
 
     /// Lends a window of at least `len_bytes` bytes: the smallest idle one that fits and is at most four times as large, or a new
-    /// one.
+    /// one. If the device has no memory for a new one, any idle one that fits.
     ///
     /// # Errors
     /// `Exhausted` if the device has no memory. `Device` if its driver cannot share memory.
     pub(crate) fn lend(self: &Arc<Self>, len_bytes: u64) -> Result<Lease> {
         let len_bytes = len_bytes.max(LEAST_WINDOW).next_power_of_two();
         let lent = |window| Lease { window: Some(window), home: self.clone() };
-        {
-            let mut state = self.state.lock();
-            let fits = |window: &Window| (len_bytes..=4 * len_bytes).contains(&window.id.len_bytes);
-            let fitting = state.idle.iter().enumerate().filter(|(_, window)| fits(window));
-            if let Some((index, _)) = fitting.min_by_key(|(_, window)| window.id.len_bytes) {
-                return Ok(lent(state.idle.swap_remove(index)));
-            }
+        if let Some(window) = self.take_idle(len_bytes..=len_bytes.saturating_mul(4)) {
+            return Ok(lent(window));
         }
         // Without the lock, because the driver may wait for the device.
-        let allocation = self.gpu.allocate(len_bytes).map_err(|error| {
+        let allocated = self.gpu.allocate(len_bytes);
+        if let Some(window) = allocated.as_ref().err().and_then(|_| self.take_idle(len_bytes..=u64::MAX)) {
+            return Ok(lent(window));
+        }
+        let allocation = allocated.map_err(|error| {
             let message = format!(
                 "{}; free memory of the device, or set ACCL_GPU_ROUTE=staged or a smaller ACCL_GPU_WINDOW on all ranks",
                 error.message
             );
             Error { message, ..error }
         })?;
-        let id = WindowId { handle: allocation.export()?, number: RandomState::new().hash_one(0), len_bytes };
+        let id = WindowId { handle: allocation.export()?, number: new_number()?, len_bytes };
         self.state.lock().own.insert(id.number, OwnWindow { address: allocation.address(), len_bytes });
         Ok(lent(Window { allocation, id }))
+    }
+
+    /// Takes the smallest idle window whose length is in a range.
+    fn take_idle(&self, lengths: RangeInclusive<u64>) -> Option<Window> {
+        let idle = &mut self.state.lock().idle;
+        let fitting = idle.iter().enumerate().filter(|(_, window)| lengths.contains(&window.id.len_bytes));
+        let (index, _) = fitting.min_by_key(|(_, window)| window.id.len_bytes)?;
+        Some(idle.swap_remove(index))
     }
 
     /// Returns how this process sees a window, which is imported if it is new.
@@ -178,19 +188,23 @@ impl GpuPeers {
     /// # Errors
     /// `Device` with the driver's words.
     pub(crate) fn see(&self, window: WindowId) -> Result<Seen> {
-        let mut state = self.state.lock();
-        if let Some(own) = state.own.get(&window.number) {
-            return Ok(Seen::Own(own.address));
-        }
-        if let Some(import) = state.imports.get(&window.number).and_then(Weak::upgrade) {
-            return Ok(Seen::Other(import));
+        if let Some(known) = self.known(window) {
+            return Ok(known);
         }
         // SAFETY: the handle comes from a rank of the group, in a message whose signature says that it publishes. Its process
-        // keeps a window for as long as it lives.
+        // keeps a window for as long as it lives. Without the lock, because the driver may take long. If two threads import it at the
+        // same time, each has an import of its own.
         let import = Arc::new(Import(unsafe { self.gpu.import(window.handle, window.len_bytes) }?));
+        let mut state = self.state.lock();
         state.imports.retain(|_, import| import.strong_count() > 0);
         state.imports.insert(window.number, Arc::downgrade(&import));
         Ok(Seen::Other(import))
+    }
+
+    fn known(&self, window: WindowId) -> Option<Seen> {
+        let state = self.state.lock();
+        let own = state.own.get(&window.number).map(|own| Seen::Own(own.address));
+        own.or_else(|| state.imports.get(&window.number).and_then(Weak::upgrade).map(Seen::Other))
     }
 
     /// Returns the kernel that reduces elements of a type, which is compiled if it is new.
@@ -209,4 +223,13 @@ impl GpuPeers {
         let module = self.gpu.load(&[set.entry()], &set.source(), &options)?;
         Ok((set, self.modules.lock().entry(set.word()).or_insert(module).clone()))
     }
+}
+
+/// Draws the number of a window. The system draws it, because numbers of a generator in this process could be drawn again in a
+/// process that was forked from it.
+fn new_number() -> Result<u64> {
+    let mut number = [0; 8];
+    getrandom::fill(&mut number)
+        .map_err(|error| Error::device(format!("no random number for a window of device memory: {error}")))?;
+    Ok(u64::from_ne_bytes(number))
 }

@@ -24,6 +24,9 @@ pub enum Mode {
     Async,
 }
 
+/// [`CallDesc::note`] of the collectives of a trial: whether the ranks of a group can make calls by reference.
+pub const TRIAL: u64 = u64::MAX - 1;
+
 /// Description of one call, as plain data.
 #[derive(Clone, Debug)]
 pub struct CallDesc {
@@ -42,7 +45,7 @@ pub struct CallDesc {
     pub peer: Option<Rank>,
     /// Tag of a send or receive.
     pub tag: u32,
-    /// Word that accompanies an internal send of the engine; 0 otherwise.
+    /// Word that accompanies an internal send of the engine, or [`TRIAL`]; 0 otherwise.
     pub note: u64,
     /// Timeout of this call; `None` uses the group's timeout.
     pub timeout: Option<Duration>,

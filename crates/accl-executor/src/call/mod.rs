@@ -18,7 +18,7 @@ pub(crate) use combination::Measurement;
 pub use combination::{
     ExternalCombination, SampleCopies, SampleCopy, SampledResult, Squares, TileCode, TileOperand, TileResidual, TileRun,
 };
-pub use desc::{CallDesc, Mode};
+pub use desc::{CallDesc, Mode, TRIAL};
 pub use encoding::{Codecs, Encoded, Encoding, ResidualOwner, Residuals, TILE_ELEMS, TILE_HEADER_BYTES, TensorCodecs};
 pub use error_stats::{AllFigures, Figures, Gather, Measured, Probe, Statistics};
 pub(crate) use error_stats::{CodedSample, Keeps};

@@ -4,10 +4,13 @@
 //! reference. Only the worker knows the meaning of a reference. `memory::references` makes the descriptions, and
 //! `accl_schedule::Program::by_reference` has the rule. Read [`ExternalReduction`] first.
 
+use std::sync::Arc;
+
 use accl_schedule::{Coding, Role};
 use accl_types::{Dtype, ReduceOp};
 use smallvec::SmallVec;
 
+use super::combination::SampleCopies;
 use super::encoding::TILE_HEADER_BYTES;
 
 /// Bytes of a reference, without the tile's header in front of it.
@@ -59,7 +62,7 @@ pub struct PublishingNeeds {
 
 /// One chunk to copy or to reduce, tile by tile.
 ///
-/// A tile with one operand is a copy of it. The operands of other tiles are reduced in their order, with the bits of
+/// The worker makes the copies of [`ExternalReduction::first`] before the first tile of the call. A tile with one operand is a copy of it. The operands of other tiles are reduced in their order, with the bits of
 /// [`accl_kernels::Reducer::many`]. A published operand lies where its reference says. A published result lies where the
 /// worker likes; it stays there, unchanged, until the worker is dropped. The worker writes its reference before it reports the
 /// tile.
@@ -73,6 +76,8 @@ pub struct ExternalReduction {
     pub world: u32,
     /// Whether this is the last reduction of these elements.
     pub finishes: bool,
+    /// Copies of contributions, in bytes, that precede all tasks of the call. They are the same in each task.
+    pub first: Option<Arc<SampleCopies>>,
     /// The tiles, in order. The results of a chunk follow each other, as do its operands.
     pub tiles: Vec<ReducedTile>,
 }

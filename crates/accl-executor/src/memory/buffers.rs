@@ -12,14 +12,14 @@ use smallvec::SmallVec;
 
 use super::message_references::{message_bytes, message_needs};
 use super::overlap::{
-    inputs_need_copy, outputs_are_entangled, outputs_share_elements, refuse_self_overlap, refuse_shared_memory,
+    inputs_need_copy, inputs_need_publishing_copy, outputs_are_entangled, outputs_share_elements, refuse_self_overlap,
     shared_outputs,
 };
 use super::staged::{Side, StagedMemory};
 use super::storage::Storage;
 use crate::call::{
     Blocks, CallDesc, External, ExternalCollective, ExternalHandle, ExternalWork, Keeps, Meeting, MemoryKind,
-    Publisher, PublishingNeeds, TensorDesc, Wake,
+    PUBLISHED_ALIGN, Publisher, PublishingNeeds, SampleCopies, SampleCopy, TensorDesc, Wake,
 };
 use crate::plan::{ExternalStep, StagedCopies};
 
@@ -45,6 +45,9 @@ pub(crate) struct Buffers {
     staged_memory: Option<Box<StagedMemory>>,
     /// Computes the combinations of a call where its tensors lie.
     tensor_coder: Option<Arc<dyn External>>,
+    /// Whether the inputs are copied to temporary memory first, and these copies.
+    copies_inputs: bool,
+    input_copies: Option<Arc<SampleCopies>>,
     /// Memory of the sample of such a call.
     sample: Option<Arc<dyn Keeps>>,
     offload: Option<Box<Offload>>,
@@ -74,7 +77,7 @@ impl Buffers {
     pub(crate) fn prepare(desc: &CallDesc, rank: usize) -> Result<Self> {
         let mut buffers = Self::default();
         if desc.is_by_reference {
-            refuse_shared_memory(desc, rank)?;
+            buffers.copies_inputs = inputs_need_publishing_copy(desc, rank)?;
             buffers.set_addresses(desc);
             buffers.add_message_publisher(desc)?;
             return Ok(buffers);
@@ -406,9 +409,26 @@ impl Buffers {
     /// The errors of [`crate::call::Staging::publisher`]; `Exhausted`.
     pub(crate) fn add_publisher(&mut self, desc: &CallDesc, needs: PublishingNeeds, code_bytes: u64) -> Result<()> {
         let Some(staging) = &desc.staging else { return Err(Error::internal("a call by reference has no staging")) };
+        let room = |tensor: &TensorDesc| tensor.len_bytes().next_multiple_of(PUBLISHED_ALIGN);
+        let copied_bytes = match self.copies_inputs {
+            true => desc.inputs.pieces().iter().map(room).sum(),
+            false => 0,
+        };
+        let before = needs.scratch_bytes.next_multiple_of(PUBLISHED_ALIGN);
+        let needs = PublishingNeeds { scratch_bytes: before + copied_bytes, ..needs };
         let Publisher { worker, scratch } = staging.publisher(needs)?;
         self.tensor_coder = Some(worker);
         self.scratch_base = Some(scratch);
+        if self.copies_inputs {
+            let mut to = scratch.wrapping_add(before as usize);
+            let mut copies = Vec::new();
+            for (base, tensor) in self.inputs.iter_mut().zip(desc.inputs.pieces()) {
+                copies.push(SampleCopy { from: *base, to, elems: tensor.len_bytes() });
+                *base = to;
+                to = to.wrapping_add(room(tensor) as usize);
+            }
+            self.input_copies = Some(Arc::new(SampleCopies::new(copies)));
+        }
         let mut storage = Storage::new(code_bytes as usize)?;
         self.codes_base = Some(storage.ptr());
         self.staging.push(Arc::new(storage));
@@ -453,6 +473,11 @@ impl Buffers {
             Buf::Code => self.codes_base.unwrap_or(std::ptr::null_mut()),
         };
         base.wrapping_add(extent.offset as usize)
+    }
+
+    /// Returns the copies that precede all tasks of a call by reference.
+    pub(super) fn input_copies(&self) -> Option<&Arc<SampleCopies>> {
+        self.input_copies.as_ref()
     }
 
     pub(crate) fn input(&self, piece: usize) -> *mut u8 {

@@ -46,5 +46,5 @@ pub(super) fn message_tiles(tensor: &TensorDesc, references: *mut u8, is_send: b
         let elems = MESSAGE_TILE.min(tensor.len_bytes() - index * MESSAGE_TILE);
         ReducedTile { elems, operands: smallvec![operand], result }
     });
-    ExternalReduction { dtype: Dtype::U8, op: None, world: 2, finishes: false, tiles: tiles.collect() }
+    ExternalReduction { dtype: Dtype::U8, op: None, world: 2, finishes: false, first: None, tiles: tiles.collect() }
 }

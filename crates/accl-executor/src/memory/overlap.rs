@@ -36,19 +36,22 @@ pub(crate) fn shared_outputs() -> Error {
     Error::invalid_argument("two output tensors share memory; give each its own")
 }
 
-/// Refuses tensors of a call by reference that share memory in a way that the schedules do not allow, or are not dense.
-pub(super) fn refuse_shared_memory(desc: &CallDesc, rank: usize) -> Result<()> {
+/// Returns whether contributions of a call by reference have to be copied first, because they share memory with results in a way
+/// that the schedules do not allow.
+///
+/// # Errors
+/// `InvalidArgument` if results share memory. `Internal` if a tensor is not dense.
+pub(super) fn inputs_need_publishing_copy(desc: &CallDesc, rank: usize) -> Result<bool> {
     let pieces = || desc.inputs.pieces().iter().chain(desc.outputs.pieces());
     if let Some(tensor) = pieces().find(|tensor| !tensor.is_dense_value()) {
         return Err(Error::internal(format!("a tensor of a call by reference in {} is not dense", tensor.memory())));
     }
-    let inputs_overlap = || !desc.inputs.is_empty() && inputs_share_memory(desc, rank, TensorDesc::is_dense_value);
-    if outputs_are_entangled(&desc.outputs) || inputs_overlap() {
+    if outputs_are_entangled(&desc.outputs) {
         return Err(Error::invalid_argument(
-            "tensors of the call share memory; give each tensor its own, or set ACCL_GPU_ROUTE=staged on all ranks",
+            "output tensors of the call share memory; give each tensor its own, or set ACCL_GPU_ROUTE=staged on all ranks",
         ));
     }
-    Ok(())
+    Ok(!desc.inputs.is_empty() && inputs_share_memory(desc, rank, TensorDesc::is_dense_value))
 }
 
 /// Returns whether the address ranges of two outputs overlap. The outputs share elements, or are interleaved like the

@@ -113,6 +113,7 @@ impl References {
             op: self.op,
             world: self.world,
             finishes: op.finish == Finish::Yes,
+            first: buffers.input_copies().cloned(),
             tiles: tiles.collect(),
         }
     }

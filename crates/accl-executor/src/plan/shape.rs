@@ -48,6 +48,7 @@ struct Key {
     outputs: Sizes,
     staged: StagedPieces,
     is_by_reference: bool,
+    note: u64,
 }
 
 #[derive(PartialEq, Eq)]
@@ -92,6 +93,7 @@ impl Key {
             outputs: Sizes::of(&desc.outputs),
             staged: StagedPieces::of(desc),
             is_by_reference: desc.is_by_reference,
+            note: desc.note,
         }
     }
 
@@ -108,7 +110,7 @@ impl Key {
             && self.root == desc.root
             && self.equal_blocks == desc.equal_blocks
             && self.part == desc.part
-            && self.is_by_reference == desc.is_by_reference
+            && (self.is_by_reference, self.note) == (desc.is_by_reference, desc.note)
             && match (self.alone, desc.alone()) {
                 (Some(known), Some(tensor)) => known == (tensor.len_bytes(), tensor.dtype),
                 _ => self.inputs.fit(&desc.inputs) && self.outputs.fit(&desc.outputs),

@@ -8,7 +8,7 @@ use accl_wire::frame::Signature;
 
 use super::build::OFFLOADED_ID;
 use super::key::PlanKey;
-use crate::call::{CallDesc, Codecs};
+use crate::call::{CallDesc, Codecs, TRIAL};
 use accl_types::hash::{fold, hash_words};
 
 /// Word of a call by reference, in place of the word of its codecs.
@@ -48,7 +48,7 @@ pub(super) fn signature(desc: &CallDesc, key: &PlanKey, algorithm: u8) -> Signat
         reserved: match &key.codecs {
             Some(typed) => typed.codecs.word(),
             None if key.is_by_reference => BY_REFERENCE,
-            None => 0,
+            None => desc.note,
         },
     }
 }
@@ -61,14 +61,8 @@ fn hash_blocks(blocks: &[Vec<Elems>]) -> u64 {
 /// Returns the error for two ranks that issued different calls with one sequence number.
 pub(crate) fn disagreement(seq: u64, (my_rank, mine): (Rank, &Signature), (from, theirs): (Rank, &Signature)) -> Error {
     let (mine_text, theirs_text) = (describe(mine), describe(theirs));
-    let is_by_reference = |signature: &Signature| signature.reserved == BY_REFERENCE;
-    if mine.collective == theirs.collective && is_by_reference(mine) != is_by_reference(theirs) {
-        let [on_gpu, other] = if is_by_reference(mine) { [my_rank, from] } else { [from, my_rank] };
-        return Error::mismatch(format!(
-            "ranks disagree on call {seq}: rank {my_rank} called {mine_text}, rank {from} called {theirs_text}, and only rank \
-             {on_gpu} has all tensors on a GPU; move the tensors of rank {other} to its GPU, or set ACCL_GPU_ROUTE=staged on all ranks"
-        ))
-        .with_peer(from);
+    if let Some(error) = disagreement_on_memory(seq, (my_rank, mine), (from, theirs)) {
+        return error.with_peer(from);
     }
     if mine_text == theirs_text && mine.reserved != theirs.reserved {
         return disagreement_on_codecs(seq, (my_rank, mine), (from, theirs)).with_peer(from);
@@ -90,6 +84,32 @@ pub(crate) fn disagreement(seq: u64, (my_rank, mine): (Rank, &Signature), (from,
          a group must make the same calls in the same order"
     ))
     .with_peer(from)
+}
+
+/// Returns the error if only one of two ranks has a call by reference, or the trial that precedes such calls.
+fn disagreement_on_memory(seq: u64, mine: (Rank, &Signature), theirs: (Rank, &Signature)) -> Option<Error> {
+    let is_of = |word: u64| {
+        let [mine, theirs] = [mine, theirs].map(|(rank, signature)| (rank, signature, signature.reserved == word));
+        match (mine.2, theirs.2) {
+            (true, false) => Some((mine.0, theirs.0, theirs.1)),
+            (false, true) => Some((theirs.0, mine.0, mine.1)),
+            (true, true) | (false, false) => None,
+        }
+    };
+    const REMEDY: &str = "or set ACCL_GPU_ROUTE=staged on all ranks";
+    if let Some((on_gpu, other, plain)) = is_of(TRIAL) {
+        let plain = describe(plain);
+        return Some(Error::mismatch(format!(
+            "ranks disagree on call {seq}: rank {on_gpu} called a large collective with all tensors on a GPU, and rank {other} called \
+             {plain}; move the tensors of rank {other} to its GPU, make all ranks issue the same calls, {REMEDY}"
+        )));
+    }
+    let (on_gpu, other, _) = is_of(BY_REFERENCE).filter(|_| mine.1.collective == theirs.1.collective)?;
+    let [mine, theirs] = [mine, theirs].map(|(rank, signature)| format!("rank {rank} called {}", describe(signature)));
+    Some(Error::mismatch(format!(
+        "ranks disagree on call {seq}: {mine}, {theirs}, and only rank {on_gpu} has all tensors on a GPU; move the tensors of rank \
+         {other} to its GPU, pass split sizes on all ranks or on none, {REMEDY}"
+    )))
 }
 
 fn disagreement_on_codecs(seq: u64, mine: (Rank, &Signature), theirs: (Rank, &Signature)) -> Error {

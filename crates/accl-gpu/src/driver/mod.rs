@@ -34,8 +34,8 @@ pub(crate) use functions::SYMBOLS;
 use functions::{Code, Functions};
 pub use launch::{Argument, Grid};
 pub use memory::{DeviceMemory, HostMemory, Stream};
-pub(crate) use peer::copy;
 pub use peer::{Allocation, Imported};
+pub(crate) use peer::{copy, stream};
 pub use peer_functions::IpcHandle;
 #[cfg(test)]
 pub(crate) use peer_functions::SYMBOLS as PEER_SYMBOLS;

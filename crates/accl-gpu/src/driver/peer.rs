@@ -8,7 +8,8 @@ use std::sync::Arc;
 use accl_types::{Error, ErrorKind, Result};
 
 use super::context::Context;
-use super::peer_functions::{IpcHandle, LAZY_ACCESS, NO_MEMORY};
+use super::functions::Handle;
+use super::peer_functions::{IpcHandle, LAZY_ACCESS, NO_MEMORY, NON_BLOCKING};
 use super::{DeviceMemory, Stream};
 
 /// Device memory that this value owns. Dropping it frees the memory.
@@ -136,6 +137,15 @@ impl Drop for Imported {
             self.context.release(functions.ipc_close, |call| unsafe { call(self.address) });
         }
     }
+}
+
+/// Creates a stream that waits for no other stream. It lives as long as the process.
+pub(crate) fn stream(context: &Context) -> Result<Stream> {
+    let create = context.driver().peer_functions()?.stream_create;
+    let mut handle = Handle(std::ptr::null_mut());
+    // SAFETY: `handle` may be written to, and the context is current.
+    context.call(create, |call| unsafe { call(&mut handle, NON_BLOCKING) })?;
+    Ok(Stream(handle))
 }
 
 /// Enqueues a copy from device memory to device memory.

@@ -12,6 +12,8 @@ use crate::library::{Function, OpenLibrary, Vendor, find, functions};
 pub(crate) const HANDLE_BYTES: usize = 64;
 /// Flag of an import: another device gets access when it needs it.
 pub(crate) const LAZY_ACCESS: Uint = 1;
+/// Flag of a stream: it does not wait for the default stream, nor the default stream for it.
+pub(crate) const NON_BLOCKING: Uint = 1;
 /// Code of an allocation for which the device has no memory.
 pub(crate) const NO_MEMORY: Code = 2;
 
@@ -34,6 +36,7 @@ impl IpcHandle {
 
 pub(crate) type OutAddress = *mut Address;
 pub(crate) type OutIpcHandle = *mut IpcHandle;
+pub(crate) type OutStream = *mut Stream;
 
 functions! {
     both {
@@ -43,6 +46,7 @@ functions! {
         ipc_import      "cuIpcOpenMemHandle_v2" "hipIpcOpenMemHandle"  (OutAddress, IpcHandle, Uint) -> Code;
         ipc_close       "cuIpcCloseMemHandle"   "hipIpcCloseMemHandle" (Address) -> Code;
         copy_between    "cuMemcpyDtoDAsync_v2"  "hipMemcpyDtoDAsync"   (Address, Address, Size, Stream) -> Code;
+        stream_create   "cuStreamCreate"        "hipStreamCreateWithFlags" (OutStream, Uint) -> Code;
     }
     cuda {}
     hip {}

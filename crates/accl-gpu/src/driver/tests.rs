@@ -1,7 +1,9 @@
 //! Tests of the table with the vendors' headers. Tests that call the driver are in the crate's folder `tests`.
 
 use super::functions::*;
-use super::peer_functions::{self, HANDLE_BYTES, IpcHandle, LAZY_ACCESS, NO_MEMORY, OutAddress, OutIpcHandle};
+use super::peer_functions::{
+    self, HANDLE_BYTES, IpcHandle, LAZY_ACCESS, NO_MEMORY, NON_BLOCKING, OutAddress, OutIpcHandle, OutStream,
+};
 use crate::library::Vendor;
 use crate::support::Prototypes;
 
@@ -35,6 +37,7 @@ const TYPES: &[(&str, &str, &str, usize)] = &[
     ("OutAddress", "CUdeviceptr *", "hipDeviceptr_t *", size_of::<OutAddress>()),
     ("IpcHandle", "CUipcMemHandle", "hipIpcMemHandle_t", size_of::<IpcHandle>()),
     ("OutIpcHandle", "CUipcMemHandle *", "hipIpcMemHandle_t *", size_of::<OutIpcHandle>()),
+    ("OutStream", "CUstream *", "hipStream_t *", size_of::<OutStream>()),
     ("OutProperties", "void *", "hipDeviceProp_t *", size_of::<OutProperties>()),
 ];
 
@@ -72,7 +75,8 @@ fn prototypes_for_shared_memory_are_those_of_cudas_header() {
     let check = Prototypes { header: "cuda.h", vendor: Vendor::Cuda, types: TYPES, symbols };
     let numbers = format!(
         "static_assert(CUDA_ERROR_OUT_OF_MEMORY == {NO_MEMORY} && CU_IPC_HANDLE_SIZE == {HANDLE_BYTES});\n\
-         static_assert(CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS == {LAZY_ACCESS} && alignof(CUipcMemHandle) == 1);\n"
+         static_assert(CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS == {LAZY_ACCESS} && alignof(CUipcMemHandle) == 1);\n\
+         static_assert(CU_STREAM_NON_BLOCKING == {NON_BLOCKING});\n"
     );
     check.run("CUresult (*wrong)(CUipcMemHandle *, CUdeviceptr *) = cuIpcGetMemHandle;", &numbers);
 }
@@ -83,7 +87,8 @@ fn prototypes_for_shared_memory_are_those_of_hips_header() {
     let check = Prototypes { header: "hip/hip_runtime_api.h", vendor: Vendor::Hip, types: TYPES, symbols };
     let numbers = format!(
         "static_assert(hipErrorOutOfMemory == {NO_MEMORY} && HIP_IPC_HANDLE_SIZE == {HANDLE_BYTES});\n\
-         static_assert(hipIpcMemLazyEnablePeerAccess == {LAZY_ACCESS} && alignof(hipIpcMemHandle_t) == 1);\n"
+         static_assert(hipIpcMemLazyEnablePeerAccess == {LAZY_ACCESS} && alignof(hipIpcMemHandle_t) == 1);\n\
+         static_assert(hipStreamNonBlocking == {NON_BLOCKING});\n"
     );
     check.run("hipError_t (*wrong)(hipIpcMemHandle_t *, void **) = hipIpcGetMemHandle;", &numbers);
 }

@@ -188,6 +188,14 @@ impl Gpu {
         unsafe { Imported::new(&self.0.context, handle, len_bytes) }
     }
 
+    /// Creates a stream that waits for no other stream. It lives as long as the process, so callers keep and share it.
+    ///
+    /// # Errors
+    /// `Device` with the driver's words, or if the driver lacks the function; the message names it.
+    pub fn stream(&self) -> Result<Stream> {
+        driver::stream(&self.0.context)
+    }
+
     /// Creates an event. It can be recorded repeatedly.
     ///
     /// # Errors
