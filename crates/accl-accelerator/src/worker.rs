@@ -82,7 +82,7 @@ pub(crate) struct Follower {
 #[derive(Default)]
 struct Inbox {
     jobs: Vec<Job>,
-    /// What calls used that are over, for the thread to drop.
+    /// Streams and memory of calls that are over, for the thread to drop.
     over: Vec<Used>,
     thread: Option<JoinHandle<()>>,
     /// Why no new job is followed; `None` while jobs are.

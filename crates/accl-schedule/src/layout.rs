@@ -65,8 +65,8 @@ pub trait Coding: fmt::Debug {
     /// Number of elements that are encoded together. Chunks are cut at multiples of it, counted from the piece's first
     /// element.
     fn grain(&self, piece: u32) -> u64;
-    /// Whether chunks are cut at multiples of the grain only, into parts with about as many bytes on the wire. If not, the chunks
-    /// are those of a plain call.
+    /// Whether chunks are cut at multiples of the grain only, into parts with about as many bytes on the wire. If not, a plain
+    /// call has the same chunks.
     fn has_grains(&self) -> bool {
         true
     }

@@ -85,7 +85,7 @@ impl Published {
                     let op = task.op.unwrap_or(ReduceOp::Sum);
                     let reducer = Reducer::new(op, task.dtype, task.world).expect("the call was checked");
                     let finish = if task.finishes { Finish::Yes } else { Finish::No };
-                    // SAFETY: as above; the result is one of the operands or overlaps none.
+                    // SAFETY: both sides have the elements of the tile; the result is one of the operands or overlaps none.
                     unsafe { reducer.many(to, operands, tile.elems as usize, finish) };
                 }
             }

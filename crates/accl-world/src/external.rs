@@ -68,7 +68,7 @@ pub(super) struct Device {
     ring_bytes: u64,
     /// Whether the device computes the tiles of encoded calls.
     is_coder: bool,
-    /// What the rank publishes, if the call is by reference.
+    /// Published chunks of the rank, if the call is by reference.
     published: Option<Arc<Published>>,
     rng: Mutex<Rng>,
 }

@@ -30,7 +30,7 @@ const EVENT_BYTES: u64 = 8 << 20;
 /// Windows that a group has seen, by number. They stay imported as long as the group.
 pub(crate) type SeenWindows = Mutex<HashMap<u64, Seen>>;
 
-/// What the tasks of one call share.
+/// Window, kernel and stream that the tasks of one call share.
 pub(crate) struct PeerCall {
     peers: Arc<GpuPeers>,
     seen: Arc<SeenWindows>,

@@ -24,7 +24,7 @@ use crate::streams::GpuDevice;
 /// Time after which a thread that waits for another one's trial looks for an interrupt.
 const INTERRUPTS: Duration = Duration::from_millis(50);
 
-/// What a trial needs of the thread that issues the call.
+/// Functions of the thread that issues a call, for its trial.
 pub struct Issuing<'a> {
     /// Issues a call on host memory, and waits for it.
     pub complete: &'a mut dyn FnMut(&mut CallDesc) -> Result<()>,

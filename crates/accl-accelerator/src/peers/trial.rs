@@ -36,7 +36,7 @@ pub(super) struct Trial<'a> {
     pub(super) seen: &'a SeenWindows,
 }
 
-/// What a rank offers for a trial.
+/// Window and abilities that a rank offers in a trial.
 struct Offer {
     peers: Arc<GpuPeers>,
     window: Lease,
@@ -44,7 +44,7 @@ struct Offer {
 }
 
 impl Trial<'_> {
-    /// Exchanges windows, reads those of the others, and exchanges the outcome: whether all ranks have a compiler for kernels that
+    /// Exchanges windows, reads the windows of the others, and exchanges the outcome: whether all ranks have a compiler for kernels that
     /// reduce. If the GPUs do not allow it, the reason of the lowest rank that has one, which is the same text on all ranks.
     ///
     /// # Errors
@@ -156,7 +156,7 @@ fn wait(peers: &GpuPeers) -> Result<()> {
     Ok(())
 }
 
-/// What a rank tells the others in a trial.
+/// Message of a rank to the others in a trial.
 struct Record {
     is_able: bool,
     reduces: bool,

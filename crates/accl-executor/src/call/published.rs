@@ -19,7 +19,7 @@ pub const REFERENCE_BYTES: usize = 88;
 /// Alignment in bytes of published chunks.
 pub const PUBLISHED_ALIGN: u64 = 256;
 
-/// The layout of a call by reference: chunks are those of the plain call.
+/// The layout of a call by reference, which has the chunks of the plain call.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Referencing {
     pub(crate) elem_bytes: u64,
@@ -62,7 +62,8 @@ pub struct PublishingNeeds {
 
 /// One chunk to copy or to reduce, tile by tile.
 ///
-/// The worker makes the copies of [`ExternalReduction::first`] before the first tile of the call. A tile with one operand is a copy of it. The operands of other tiles are reduced in their order, with the bits of
+/// The worker makes the copies of [`ExternalReduction::first`] before the first tile of the call. A tile with one operand is a
+/// copy of it. The operands of other tiles are reduced in their order, with the bits of
 /// [`accl_kernels::Reducer::many`]. A published operand lies where its reference says. A published result lies where the
 /// worker likes; it stays there, unchanged, until the worker is dropped. The worker writes its reference before it reports the
 /// tile.
