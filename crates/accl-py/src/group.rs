@@ -12,13 +12,13 @@ use accl_engine::{
     refuse_undefined_outputs,
 };
 use accl_types::config::{Config, LogLevel, ProfileNames};
-use accl_types::{Collective, Dtype, Elems, Error, ErrorKind, Rank, ReduceOp, Result};
+use accl_types::{Dtype, Error, ErrorKind, Rank, Result};
 use cxx::{SharedPtr, UniquePtr};
 
 use crate::accelerator::{TorchAccelerators, complete_eagerly};
 use crate::bridge::ffi::{
     self, AcceleratorCall, CallArgs, Described, ErrorType, GroupArgs, Numbered, Outcome, PhaseNanos, Profiled, Status,
-    TensorView, Waited,
+    Waited,
 };
 use crate::calls::{call_desc, dense_blocks, millis};
 use crate::guard::{FromError, bridged};

@@ -60,9 +60,9 @@ impl Published {
         let mut start = task.tiles[..tiles.start].iter().map(|tile| tile.elems as usize * size).sum::<usize>();
         for tile in &task.tiles[tiles] {
             let len = tile.elems as usize * size;
-            // SAFETY: references lie in memory of the task, and are complete when their tile is ready.
             let operand = |operand: &PublishedOperand| match *operand {
                 PublishedOperand::Values(at) => at,
+                // SAFETY: references lie in memory of the task, and are complete when their tile is ready.
                 PublishedOperand::Reference(at) => unsafe { at.cast::<*const u8>().read_unaligned() },
             };
             let operands: Vec<*const u8> = tile.operands.iter().map(operand).collect();
