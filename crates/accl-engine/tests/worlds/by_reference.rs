@@ -258,8 +258,8 @@ fn results_have_the_bits_of_the_plain_call_for_every_algorithm() {
                             op,
                             root: (turn % hosts.len()) as u32,
                             count: [0, 7, 1000, 700_001][(turn + kind) % 4],
-                            is_uneven: turn % 3 == 0 && !row.needs_equal_blocks,
-                            is_in_place: turn % 2 == 0,
+                            is_uneven: turn.is_multiple_of(3) && !row.needs_equal_blocks,
+                            is_in_place: turn.is_multiple_of(2),
                         };
                         let plain = run(&member, case, None).unwrap();
                         let manner = if kind == 1 { Manner::Eager } else { Manner::Slow };
