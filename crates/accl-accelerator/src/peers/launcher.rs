@@ -40,7 +40,7 @@ pub(crate) struct PeerCall {
     /// Bytes of the window that tasks have taken for their chunks.
     taken: AtomicU64,
     kernel: Option<(ReductionSet, Module)>,
-    /// Native handle of the stream on which everything stretches.
+    /// Native handle of the stream on which everything runs.
     stream: u64,
     /// Number of tasks that write tensors and have not enqueued everything.
     writing: AtomicU32,

@@ -168,6 +168,12 @@ struct Case {
     is_in_place: bool,
 }
 
+/// A sum of float32 over all ranks.
+fn sum_of(count: usize) -> Case {
+    let (collective, dtype, op) = (Collective::AllReduce, Dtype::F32, ReduceOp::Sum);
+    Case { collective, dtype, op, root: 0, count, is_uneven: false, is_in_place: false }
+}
+
 /// Issues the call. Returns the bytes of its outputs.
 fn run(member: &Member, case: Case, device: Option<&Arc<Device>>) -> Result<Vec<u8>> {
     let Case { collective, dtype, op, root, count, is_uneven, is_in_place } = case;
@@ -300,15 +306,7 @@ fn calls_in_flight_together_do_not_disturb_each_other() {
 fn a_device_that_fails_fails_the_call_on_all_ranks() {
     World::new(options(&[0, 0], "all_reduce", "ring")).run("g", |member| {
         let manner = if member.rank == 1 { Manner::Fails } else { Manner::Eager };
-        let case = Case {
-            collective: Collective::AllReduce,
-            dtype: Dtype::F32,
-            op: ReduceOp::Sum,
-            root: 0,
-            count: 10_000,
-            is_uneven: false,
-            is_in_place: false,
-        };
+        let case = sum_of(10_000);
         let error = run(&member, case, Some(&Device::new(manner, 1))).unwrap_err();
         assert!(error.to_string().contains("its fan has stopped"), "{error}");
     });
@@ -317,15 +315,7 @@ fn a_device_that_fails_fails_the_call_on_all_ranks() {
 #[test]
 fn a_rank_with_host_memory_and_one_by_reference_are_both_named() {
     World::new(options(&[0, 0], "all_reduce", "ring")).run("g", |member| {
-        let case = Case {
-            collective: Collective::AllReduce,
-            dtype: Dtype::F32,
-            op: ReduceOp::Sum,
-            root: 0,
-            count: 10_000,
-            is_uneven: false,
-            is_in_place: false,
-        };
+        let case = sum_of(10_000);
         let device = Device::new(Manner::Eager, 1);
         let error = run(&member, case, (member.rank == 0).then_some(&device)).unwrap_err();
         assert_eq!(error.kind, ErrorKind::Mismatch);
@@ -358,15 +348,7 @@ fn splits_that_differ_by_less_than_a_tile_are_a_mismatch() {
 #[test]
 fn a_rank_without_memory_to_publish_in_refuses_the_call_and_keeps_the_group() {
     World::new(options(&[0, 0], "all_reduce", "ring")).run("g", |member| {
-        let case = Case {
-            collective: Collective::AllReduce,
-            dtype: Dtype::F32,
-            op: ReduceOp::Sum,
-            root: 0,
-            count: 1000,
-            is_uneven: false,
-            is_in_place: false,
-        };
+        let case = sum_of(1000);
         let error = run(&member, case, Some(&Device::new(Manner::Poor, 1))).unwrap_err();
         assert_eq!(error.kind, ErrorKind::Exhausted);
         let plain = run(&member, case, None).unwrap();
