@@ -19,4 +19,4 @@ pub use link::{Answers, Frame, FrameSlot, HEAD_BYTES, Link, poll_until};
 /// Version of the whole protocol: handshake, rings, frames, signatures, tiles, the texts that ranks publish in the
 /// store, and the numbers of algorithms and codecs. Processes of different versions refuse each other, and the error
 /// names both versions.
-pub const PROTOCOL_VERSION: u32 = 13;
+pub const PROTOCOL_VERSION: u32 = 14;
