@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from datetime import timedelta
 
@@ -655,3 +656,33 @@ def test_the_snapshot_counts_windows(rank):
         if process["window_bytes"] == process["idle_window_bytes"] > 0:
             break
         assert time.monotonic() < until, process
+
+
+@on_ranks(2, fresh=True, init=False, env=ALL)
+def test_phases_separate_work_of_the_device_from_a_late_peer(rank):
+    """The time for which a device was busy before the call was shown as a slow link."""
+    module = start(rank, "late")
+    tensor = torch.zeros(1 << 18, device="standin")
+    dist.all_reduce(tensor)
+    if rank == 0:
+        # The device makes no copy before the peer has waited for a while.
+        module.freeze(True)
+        threading.Timer(0.4, module.freeze, (False,)).start()
+    with torch.autograd.profiler.profile(record_shapes=True) as profile:
+        dist.all_reduce(tensor)
+    [times] = [event.kwinputs for event in profile.function_events if event.name == "accl:phases:all_reduce"]
+    peers = times["peers_us"] + times["transfer_us"]
+    late, other = (times["bus_us"], peers) if rank == 0 else (peers, times["bus_us"])
+    assert late > 200_000 > other, times
+
+
+@on_ranks(2, fresh=True, init=False, env=PEER)
+def test_a_message_to_itself_between_a_gpu_and_host_memory_says_so(rank):
+    start(rank)
+    sent = dist.isend(torch.ones(3000, device="standin"), rank)
+    with pytest.raises(
+        RuntimeError, match="sends itself a message with tag 0, and only one of its two tensors is on a GPU"
+    ):
+        dist.recv(torch.ones(3000), rank)
+    with pytest.raises(RuntimeError):
+        sent.wait()

@@ -155,7 +155,7 @@ impl Stopwatch {
         }
     }
 
-    /// Records that bytes of a staged tensor have arrived in host memory.
+    /// Records that bytes of a staged tensor have arrived in host memory, or that a worker has made tiles. The first time counts.
     pub(crate) fn arrive(&self) {
         self.phases.arrived.fetch_min(self.now(), Ordering::Relaxed);
     }

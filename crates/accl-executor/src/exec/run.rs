@@ -617,6 +617,9 @@ impl Run {
         let step = combination.tiles.get(taken as usize).map_or(1, |tile| (ELEMS_STEP / tile.elems.max(1)).max(1));
         let end = made.min(taken + step);
         if end > taken {
+            if let Some(watch) = self.compute.watch() {
+                watch.arrive();
+            }
             self.compute.seal(combination, taken..end);
             self.ops[op as usize].progress = Progress::Local { done: end };
         }

@@ -34,6 +34,12 @@ pub(super) fn disagreement(
         )));
     }
     (by_reference != receives_by_reference).then(|| {
+        if from == rank {
+            return Error::mismatch(format!(
+                "rank {rank} sends itself a message with tag {tag}, and only one of its two tensors is on a GPU; put both there, or set \
+                 ACCL_GPU_ROUTE=staged on all ranks"
+            ));
+        }
         let (on_gpu, other) = if by_reference { (from, rank) } else { (rank, from) };
         Error::mismatch(format!(
             "rank {from} sent a message with tag {tag} to rank {rank}, and only rank {on_gpu} has its tensor on a GPU; move the \
