@@ -83,7 +83,7 @@ pub trait Staging: Send + Sync + fmt::Debug {
 /// Worker of a call by reference.
 #[derive(Clone)]
 pub struct Publisher {
-    /// Does the tasks, each of which is an [`ExternalReduction`].
+    /// Does the tasks, each of which is an [`ExternalReduction`](super::published::ExternalReduction).
     pub worker: Arc<dyn External>,
     /// Address of the temporary memory, which lives as long as the worker. Only the worker uses it.
     pub scratch: *mut u8,
