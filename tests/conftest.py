@@ -50,7 +50,7 @@ def pytest_report_header():
 
 def pytest_collection_modifyitems(config, items):
     items[:], left_out = cover.select(items, COVER, COVER_SEED)
-    items.sort(key=lambda item: item.path.name not in sharing.FIRST)
+    items.sort(key=lambda item: not sharing.is_on_standin(item))
     if left_out:
         config.hook.pytest_deselected(items=left_out)
     if runner.BACKEND == "gloo":

@@ -14,18 +14,12 @@ import sys
 
 import pytest
 
-# Tests on the stand-in for an accelerator begin before all others: torch's autograd serves the types of devices that exist
-# at the first backward pass of a process, and ranks are forked from this one. Then the files that take longest begin, so
-# that no process is left with one when the others have finished.
-FIRST = [
+# The files that take longest begin first, so that no process is left with one when the others have finished.
+LONG = [
     "test_accelerator.py",
     "test_accelerator_training.py",
+    "test_gpu_bundle.py",
     "test_compression_on_devices.py",
-    "test_gpu_codecs.py",
-    "test_layer_parallel_on_devices.py",
-]
-LONG = [
-    *FIRST,
     "test_exit.py",
     "test_layer_parallel.py",
     "test_cli_bench.py",
@@ -53,7 +47,7 @@ class Sharing:
     def pytest_collection_modifyitems(items):
         def place(item):
             name = item.path.name
-            return _is_alone(item), LONG.index(name) if name in LONG else len(LONG)
+            return _is_alone(item), not is_on_standin(item), LONG.index(name) if name in LONG else len(LONG)
 
         items.sort(key=place)
 
@@ -85,3 +79,12 @@ class Sharing:
 
 def _is_alone(item) -> bool:
     return item.get_closest_marker("alone") is not None
+
+
+def is_on_standin(item) -> bool:
+    """Whether the test's file uses the stand-in for an accelerator. Such files run before all others.
+
+    torch's autograd serves the types of devices that exist at the first backward pass of a process, and ranks are forked
+    from this one.
+    """
+    return hasattr(getattr(item, "module", None), "standin")
